@@ -1,0 +1,337 @@
+// Backward: one pass over key blocks, each against the query tiles that see it, all five products at once.
+//
+// A key block's dk and dv are summed by one thread and added once. A tile's dq gets the key blocks' shares in ascending
+// order: key block j + 1 adds to a tile only after block j has passed it. Items start in ascending order, so the wait
+// ends, and with one long document the threads follow each other down its tiles.
+#include <algorithm>
+#include <limits>
+
+#include "blockcp/kernels/cpu/drivers.h"
+#include "blockcp/kernels/cpu/work.h"
+#include "blockcp/kernels/partial.h"
+
+namespace blockcp::cpu {
+
+namespace {
+
+// One key block of a block and KV head.
+struct Item {
+  int32_t block, kv_head;
+  int64_t key_block;
+  bool first;  // of its block and head
+};
+
+// Memory of one thread.
+template <class T>
+struct Scratch {
+  explicit Scratch(const Sizes& sizes)
+      : k(sizes.key_block, sizes.key_width),
+        v(sizes.key_block, sizes.value_width),
+        dk(sizes.key_block, sizes.key_width),
+        dv(sizes.key_block, sizes.value_width),
+        q(sizes.tile_rows, sizes.key_width),
+        dout(sizes.tile_rows, sizes.value_width),
+        dq(sizes.tile_rows, sizes.key_width),
+        p(sizes.tile_rows, sizes.key_block),
+        ds(sizes.tile_rows, sizes.key_block),
+        k_panels(sizes.key_block * sizes.key_width),
+        v_panels(sizes.key_block * sizes.value_width),
+        numbers(3 * sizes.tile_rows),
+        tile_rows(sizes.tile_rows),
+        ones(static_cast<size_t>(std::max(sizes.tile_rows, sizes.key_block)), T{1}),
+        first_key(static_cast<size_t>(sizes.tile_rows)),
+        end_key(static_cast<size_t>(sizes.tile_rows)),
+        first_row(static_cast<size_t>(sizes.key_block)),
+        end_row(static_cast<size_t>(sizes.key_block)) {
+    // Nothing may be allocated between the first item and the last: others wait for a thread's items.
+    spans.reserve(static_cast<size_t>(3 * sizes.tile_rows + 4 * sizes.key_block));
+  }
+
+  BackwardKeys<T> keys(int64_t count) const { return {count, k, k_panels.get(), v_panels.get(), dk, dv, ones.data()}; }
+  T* lse() const { return numbers.get(); }
+  T* delta() const { return numbers.get() + tile_rows; }
+  T* through() const { return numbers.get() + 2 * tile_rows; }
+
+  PackedBuffer<T> k, v, dk, dv, q, dout, dq, p, ds;
+  Buffer<T> k_panels, v_panels, numbers;
+  int64_t tile_rows;
+  std::vector<T> ones;
+  std::vector<int32_t> first_key, end_key, first_row, end_row;
+  std::vector<Ahead::Span> spans;
+  Ahead ahead;
+};
+
+// Which earlier blocks must have added their dk and dv before a block adds its own, because they share key rows.
+class SharedKeys {
+ public:
+  SharedKeys(std::span<const AttentionBlock> blocks, int64_t bytes) : before_(blocks.size()) {
+    std::vector<Entry> entries;
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      for (const KeyRows& piece : blocks[b].keys) {
+        if (piece.count > 0 && blocks[b].q_count > 0) entries.push_back(entry(piece, b, bytes));
+      }
+    }
+    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.begin < b.begin; });
+    for (size_t i = 0; i < entries.size();) i = link_overlapping(entries, i);
+  }
+
+  const std::vector<int32_t>& before(size_t block) const { return before_[block]; }
+
+ private:
+  struct Entry {
+    intptr_t begin, end;
+    int32_t block;
+  };
+
+  // The rows of head 0 stand for all: rows of other heads overlap where these do.
+  static Entry entry(const KeyRows& piece, size_t block, int64_t bytes) {
+    const auto first = reinterpret_cast<intptr_t>(piece.dk.data);
+    const intptr_t last = first + (piece.count - 1) * piece.dk.row * bytes;
+    return {std::min(first, last), std::max(first, last) + bytes, static_cast<int32_t>(block)};
+  }
+
+  // Blocks of one run of overlapping entries come one after the other.
+  size_t link_overlapping(const std::vector<Entry>& entries, size_t i) {
+    std::vector<int32_t> blocks;
+    for (intptr_t end = entries[i].end; i < entries.size() && entries[i].begin < end; ++i) {
+      end = std::max(end, entries[i].end);
+      blocks.push_back(entries[i].block);
+    }
+    std::sort(blocks.begin(), blocks.end());
+    for (size_t n = 1; n < blocks.size(); ++n) {
+      if (blocks[n] != blocks[n - 1]) before_[static_cast<size_t>(blocks[n])].push_back(blocks[n - 1]);
+    }
+    return i;
+  }
+
+  std::vector<std::vector<int32_t>> before_;
+};
+
+template <class T>
+class Backward {
+ public:
+  Backward(const BackwardArgs& args, const Isa<T>& isa)
+      : args_(args),
+        isa_(isa),
+        sizes_(sizes_of(args.shape, isa)),
+        shared_(args.blocks, sizeof(T)),
+        finished_(args.blocks.size() * static_cast<size_t>(args.shape.kv_heads)) {
+    plan_items();
+    const auto threads = static_cast<size_t>(args.parallel->threads());
+    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<T>>(sizes_));
+  }
+
+  void run() {
+    args_.parallel->run(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
+      run_item(static_cast<size_t>(item), *scratch_[static_cast<size_t>(thread)]);
+    });
+  }
+
+ private:
+  void plan_items() {
+    for (size_t b = 0; b < args_.blocks.size(); ++b) {
+      const KeyGrid grid(args_.blocks[b], sizes_.key_block);
+      if (args_.blocks[b].q_count == 0) continue;
+      for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
+        for (int64_t i = 0; i < grid.count(); ++i) {
+          items_.push_back({static_cast<int32_t>(b), static_cast<int32_t>(h), grid.first() + i, i == 0});
+        }
+      }
+    }
+    passed_ = std::vector<std::atomic<int64_t>>(items_.size());
+  }
+
+  std::atomic<int64_t>& finished(int64_t block, int64_t kv_head) {
+    return finished_[static_cast<size_t>(block * args_.shape.kv_heads + kv_head)];
+  }
+
+  void run_item(size_t index, Scratch<T>& scratch) {
+    const Item& item = items_[index];
+    const AttentionBlock& block = args_.blocks[static_cast<size_t>(item.block)];
+    const KeyGrid grid(block, sizes_.key_block);
+    const int64_t keys = pack_block(grid, item, scratch);
+
+    const int64_t rows = block.q_count * args_.shape.group();
+    for (int64_t begin = 0; begin < rows; begin += sizes_.tile_rows) {
+      const TileRows tile = tile_rows(block, item.kv_head, begin);
+      if (reaches(tile, grid, item.key_block)) run_tile(index, tile, block, grid, keys, scratch);
+    }
+    passed_[index].store(std::numeric_limits<int64_t>::max(), std::memory_order_release);
+    add_key_gradients(grid, item, scratch);
+  }
+
+  // Returns how many keys of the block are filled, from its start on.
+  int64_t pack_block(const KeyGrid& grid, const Item& item, Scratch<T>& scratch) {
+    const DType type = args_.shape.dtype;
+    const Range filled = pack_keys(isa_, grid, item.key_block, sizes_.key_block, type, &KeyRows::k, item.kv_head,
+                                   sizes_.head_dim, Packed<T>(scratch.k));
+    pack_keys(isa_, grid, item.key_block, sizes_.key_block, type, &KeyRows::v, item.kv_head, sizes_.value_dim,
+              Packed<T>(scratch.v));
+    make_panels(isa_, Packed<T>(scratch.k), filled, sizes_.key_width, scratch.k_panels.get());
+    make_panels(isa_, Packed<T>(scratch.v), filled, sizes_.value_width, scratch.v_panels.get());
+    multiply(below(Packed<T>(scratch.k), filled.begin), filled.size(), static_cast<T>(args_.scale));
+    for (int64_t i = 0; i < filled.end; ++i) {
+      std::fill_n(scratch.dk.row(i), sizes_.key_width, T{0});
+      std::fill_n(scratch.dv.row(i), sizes_.value_width, T{0});
+    }
+    return filled.end;
+  }
+
+  // Rows of keys, or of their gradients, times a factor, in place.
+  void multiply(Packed<T> rows, int64_t count, T factor) const {
+    isa_.pack({sizeof(T) == 8 ? DType::f64 : DType::f32, rows.data, rows.ld, 1}, count, sizes_.head_dim, factor, rows);
+  }
+
+  TileRows tile_rows(const AttentionBlock& block, int64_t kv_head, int64_t begin) const {
+    const int64_t group = args_.shape.group();
+    return {begin, std::min(sizes_.tile_rows, block.q_count * group - begin), group, kv_head * group};
+  }
+
+  // While a tile is worked on, its dq is fetched, and the next tile's rows; or, after the last, where dk and dv go, and
+  // what this thread will probably work on next: as many items further on as there are threads.
+  void look_ahead(size_t index, const AttentionBlock& block, const KeyGrid& grid, const TileRows& rows,
+                  Scratch<T>& scratch) const {
+    const Item& item = items_[index];
+    const DType sums = accumulator(args_.shape.dtype);
+    auto& spans = scratch.spans;
+    spans.clear();
+    append_spans(rows, sums, block.dq, sizes_.head_dim, spans);
+    const int64_t next = rows.begin + rows.count, next_item = static_cast<int64_t>(index + scratch_.size());
+    if (next < block.q_count * args_.shape.group()) {
+      append_rows(block, item.kv_head, next, spans);
+    } else {
+      append_spans(grid, item.key_block, sums, &KeyRows::dk, item.kv_head, sizes_.head_dim, spans);
+      append_spans(grid, item.key_block, sums, &KeyRows::dv, item.kv_head, sizes_.value_dim, spans);
+      if (next_item < static_cast<int64_t>(items_.size())) append_item(items_[static_cast<size_t>(next_item)], spans);
+    }
+    scratch.ahead = Ahead(spans);
+  }
+
+  void append_rows(const AttentionBlock& block, int64_t kv_head, int64_t begin, std::vector<Ahead::Span>& spans) const {
+    const TileRows rows = tile_rows(block, kv_head, begin);
+    append_spans(rows, args_.shape.dtype, block.q, sizes_.head_dim, spans);
+    append_spans(rows, args_.shape.dtype, block.dout, sizes_.value_dim, spans);
+  }
+
+  void append_item(const Item& item, std::vector<Ahead::Span>& spans) const {
+    const AttentionBlock& block = args_.blocks[static_cast<size_t>(item.block)];
+    const KeyGrid grid(block, sizes_.key_block);
+    append_spans(grid, item.key_block, args_.shape.dtype, &KeyRows::k, item.kv_head, sizes_.head_dim, spans);
+    append_spans(grid, item.key_block, args_.shape.dtype, &KeyRows::v, item.kv_head, sizes_.value_dim, spans);
+    if (item.first) append_rows(block, item.kv_head, 0, spans);
+  }
+
+  bool reaches(const TileRows& tile, const KeyGrid& grid, int64_t key_block) const {
+    const int64_t from = key_block * sizes_.key_block;
+    return grid.seen(tile.row(0)).begin < from + sizes_.key_block && grid.seen(tile.row(tile.count - 1)).end > from;
+  }
+
+  // Which keys of the block each row of the tile sees; false if none does.
+  bool find_keys(const TileRows& tile, const KeyGrid& grid, int64_t key_block, Scratch<T>& scratch) const {
+    const int64_t from = key_block * sizes_.key_block;
+    Range seen;
+    int64_t last_row = -1;
+    bool any = false;
+    tile.each([&](int64_t r, int64_t row, int64_t) {
+      if (row != last_row) seen = grid.seen(row);
+      last_row = row;
+      const auto i = static_cast<size_t>(r);
+      scratch.first_key[i] = static_cast<int32_t>(std::clamp<int64_t>(seen.begin - from, 0, sizes_.key_block));
+      scratch.end_key[i] = static_cast<int32_t>(std::clamp<int64_t>(seen.end - from, 0, sizes_.key_block));
+      any |= scratch.first_key[i] < scratch.end_key[i];
+    });
+    return any;
+  }
+
+  // Which rows see each key: from the first whose range ends behind the key to the last whose range begins before.
+  static void find_rows(int64_t rows, int64_t keys, Scratch<T>& scratch) {
+    int32_t first = 0, end = 0;
+    for (int32_t key = 0; key < keys; ++key) {
+      while (first < rows && scratch.end_key[static_cast<size_t>(first)] <= key) ++first;
+      while (end < rows && scratch.first_key[static_cast<size_t>(end)] <= key) ++end;
+      scratch.first_row[static_cast<size_t>(key)] = first;
+      scratch.end_row[static_cast<size_t>(key)] = std::max(first, end);
+    }
+  }
+
+  void run_tile(size_t index, const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, int64_t key_count,
+                Scratch<T>& scratch) {
+    const bool any = find_keys(rows, grid, items_[index].key_block, scratch);
+    const Seen seen{scratch.first_key.data(), scratch.end_key.data(), scratch.first_row.data(), scratch.end_row.data()};
+    const BackwardTile<T> tile{rows.count,    scratch.q,       scratch.dout,      scratch.p,     scratch.ds,
+                               scratch.lse(), scratch.delta(), scratch.through(), &scratch.ahead};
+    const BackwardKeys<T> keys = scratch.keys(key_count);
+    if (any) {
+      find_rows(rows.count, key_count, scratch);
+      pack_rows(rows, block, scratch);
+      look_ahead(index, block, grid, rows, scratch);
+      isa_.backward(sizes_, seen, keys, tile);
+    }
+    if (!items_[index].first) {
+      wait_until([&] { return passed_[index - 1].load(std::memory_order_acquire) > rows.begin; });
+    }
+    if (any) add_dq(rows, block, seen, keys, tile, scratch);
+    passed_[index].store(rows.begin + 1, std::memory_order_release);
+  }
+
+  void pack_rows(const TileRows& rows, const AttentionBlock& block, Scratch<T>& scratch) {
+    const DType type = args_.shape.dtype;
+    pack_tile(isa_, rows, type, block.q, sizes_.head_dim, score_factor<T>(args_.scale), Packed<T>(scratch.q));
+    pack_tile(isa_, rows, type, block.dout, sizes_.value_dim, T{1}, Packed<T>(scratch.dout));
+    rows.each([&](int64_t r, int64_t row, int64_t head) {
+      const T lse = number<T>(block.lse, row, head);
+      // A row without weights: relative to infinity all of them are 0.
+      scratch.lse()[r] = lse == Partial<T>::kNothing ? -lse : static_cast<T>(lse * kLog2E);
+      scratch.delta()[r] = number<T>(block.delta, row, head);
+      scratch.through()[r] = sees_one_key(block, row) ? T{0} : T{1};
+    });
+  }
+
+  void add_dq(const TileRows& rows, const AttentionBlock& block, const Seen& seen, const BackwardKeys<T>& keys,
+              const BackwardTile<T>& tile, Scratch<T>& scratch) {
+    const DType sums = accumulator(args_.shape.dtype);
+    const Packed<T> dq = scratch.dq;
+    pack_tile(isa_, rows, sums, block.dq, sizes_.head_dim, T{1}, dq);
+    isa_.backward_dq(sizes_, seen, keys, tile, dq);
+    unpack_tile(isa_, rows, dq, scratch.ones.data(), sizes_.head_dim, sums, block.dq);
+  }
+
+  void add_key_gradients(const KeyGrid& grid, const Item& item, Scratch<T>& scratch) {
+    for (const int32_t before : shared_.before(static_cast<size_t>(item.block))) {
+      const int64_t items = KeyGrid(args_.blocks[static_cast<size_t>(before)], sizes_.key_block).count();
+      wait_until([&] { return finished(before, item.kv_head).load(std::memory_order_acquire) == items; });
+    }
+    const DType sums = accumulator(args_.shape.dtype);
+    const int64_t from = item.key_block * sizes_.key_block;
+    const Range held = grid.held(item.key_block);
+    multiply(below(Packed<T>(scratch.dk), held.begin - from), held.size(), static_cast<T>(1 / kLog2E));
+    grid.each_run(item.key_block, [&](int64_t r, const KeyRows& piece, int64_t row, int64_t count) {
+      isa_.add(below(Packed<T>(scratch.dk), r), count, sizes_.head_dim,
+               at(sums, piece.dk, row, item.kv_head, piece.dk.row));
+      isa_.add(below(Packed<T>(scratch.dv), r), count, sizes_.value_dim,
+               at(sums, piece.dv, row, item.kv_head, piece.dv.row));
+    });
+    finished(item.block, item.kv_head).fetch_add(1, std::memory_order_release);
+  }
+
+  const BackwardArgs& args_;
+  const Isa<T>& isa_;
+  const Sizes sizes_;
+  const SharedKeys shared_;
+  std::vector<Item> items_;
+  std::vector<std::atomic<int64_t>> passed_;    // per item: one more than the first row of the last tile it has passed
+  std::vector<std::atomic<int64_t>> finished_;  // per block and KV head: key blocks whose dk and dv are added
+  std::vector<std::unique_ptr<Scratch<T>>> scratch_;
+};
+
+}  // namespace
+
+template <class T>
+void run_backward(const BackwardArgs& args, const Isa<T>& isa) {
+  Backward<T>(args, isa).run();
+}
+
+template void run_backward(const BackwardArgs&, const Isa<float>&);
+template void run_backward(const BackwardArgs&, const Isa<double>&);
+
+}  // namespace blockcp::cpu

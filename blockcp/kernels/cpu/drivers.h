@@ -1,0 +1,19 @@
+// A whole call of the CPU kernel on one instruction set: work items in order, pulled by threads.
+#pragma once
+
+#include "blockcp/kernels/attention.h"
+#include "blockcp/kernels/cpu/isa.h"
+
+namespace blockcp::cpu {
+
+// Keys per block of the grid. Part of the same-bits rule, so it depends on widths, type and instruction set alone.
+template <class T>
+Sizes sizes_of(const AttentionShape& shape, const Isa<T>& isa);
+
+template <class T>
+void run_forward(const ForwardArgs& args, const Isa<T>& isa);
+
+template <class T>
+void run_backward(const BackwardArgs& args, const Isa<T>& isa);
+
+}  // namespace blockcp::cpu

@@ -1,0 +1,794 @@
+// Every kernel against the double reference, and the promises of attention.h: what is not seen is not read, same bits.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+
+#include "blockcp/base/error.h"
+#include "blockcp/kernels/select.h"
+#include "kernel_problem.h"
+
+namespace blockcp::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+const Machine& machine() {
+  static const Machine machine = detect_machine();
+  return machine;
+}
+
+const Kernel& reference() { return select_kernel({}, machine(), "reference"); }
+
+std::vector<Kernel> kernels_here(bool fast_only = false) {
+  std::vector<Kernel> kernels;
+  for (const Kernel& kernel : all_kernels()) {
+    if (kernel.why_not({}, machine()).empty() && !(fast_only && kernel.name == std::string_view("reference"))) {
+      kernels.push_back(kernel);
+    }
+  }
+  return kernels;
+}
+
+uint64_t fresh_seed() { return std::random_device{}(); }
+
+int64_t up_to(std::mt19937_64& random, int64_t n) { return std::uniform_int_distribution<int64_t>(0, n)(random); }
+
+double largest(const Values& values) {
+  double top = 0;
+  for (double x : values.data) {
+    if (std::isfinite(x)) top = std::max(top, std::fabs(x));
+  }
+  return top;
+}
+
+// The largest difference; infinite where one is NaN or infinite and the other is not the same.
+double difference(const Values& a, const Values& b) {
+  double top = 0;
+  for (size_t i = 0; i < a.data.size(); ++i) {
+    if (a.data[i] == b.data[i] || (std::isnan(a.data[i]) && std::isnan(b.data[i]))) continue;
+    const double apart = std::fabs(a.data[i] - b.data[i]);
+    top = std::max(top, std::isfinite(apart) ? apart : kInfinity);
+  }
+  return top;
+}
+
+void expect_same_bits(const Values& a, const Values& b, const char* what) {
+  ASSERT_EQ(a.data.size(), b.data.size());
+  for (size_t i = 0; i < a.data.size(); ++i) {
+    ASSERT_TRUE(std::memcmp(&a.data[i], &b.data[i], sizeof(double)) == 0 || a.data[i] == b.data[i])
+        << what << " differs at element " << i << ": " << a.data[i] << " and " << b.data[i];
+  }
+}
+
+// The formulas once more, dense and in fp32, to see how far fp32 can be trusted for this very problem.
+Result dense_fp32(const Problem& p, const Result& given) {
+  const AttentionShape& s = p.shape;
+  Result r{Values(p.q.rows, s.q_heads, s.value_dim),
+           Values(p.q.rows, s.q_heads, 1, -kInfinity),
+           given.delta,
+           Values(p.q.rows, s.q_heads, s.head_dim),
+           Values(p.k.rows, s.kv_heads, s.head_dim),
+           Values(p.k.rows, s.kv_heads, s.value_dim)};
+  for (const Document& d : p.documents) {
+    for (int64_t h = 0; h < s.q_heads; ++h) {
+      const int64_t g = h / s.group();
+      for (int64_t i = d.q_row; i < d.q_row + d.q_count; ++i) {
+        const int64_t position = d.q_pos + i - d.q_row;
+        const int64_t begin = std::max(d.band.begin(position), d.k_pos) - d.k_pos + d.k_row;
+        const int64_t end = std::min(d.band.end(position), d.k_pos + d.k_count()) - d.k_pos + d.k_row;
+        if (end <= begin) continue;
+        std::vector<float> scores;
+        float top = -HUGE_VALF, sum = 0;
+        for (int64_t j = begin; j < end; ++j) {
+          float dot = 0;
+          for (int64_t c = 0; c < s.head_dim; ++c)
+            dot += static_cast<float>(p.q.at(i, h, c)) * static_cast<float>(p.k.at(j, g, c));
+          scores.push_back(dot * static_cast<float>(p.scale));
+          top = std::max(top, scores.back());
+        }
+        for (float x : scores) sum += std::exp(x - top);
+        r.lse.at(i, h) = top + std::log(sum);
+        const auto lse = static_cast<float>(given.lse.at(i, h)), delta = static_cast<float>(given.delta.at(i, h));
+        for (int64_t j = begin; j < end; ++j) {
+          const float score = scores[static_cast<size_t>(j - begin)];
+          const float own = std::exp(score - top) / sum, weight = std::exp(score - lse);
+          float dp = 0;
+          for (int64_t c = 0; c < s.value_dim; ++c) {
+            const auto v = static_cast<float>(p.v.at(j, g, c)), dout = static_cast<float>(p.dout.at(i, h, c));
+            r.out.at(i, h, c) = static_cast<float>(r.out.at(i, h, c)) + own * v;
+            r.dv.at(j, g, c) = static_cast<float>(r.dv.at(j, g, c)) + weight * dout;
+            dp += v * dout;
+          }
+          const float ds = weight * (dp - delta) * static_cast<float>(p.scale);
+          for (int64_t c = 0; c < s.head_dim; ++c) {
+            r.dq.at(i, h, c) = static_cast<float>(r.dq.at(i, h, c)) + ds * static_cast<float>(p.k.at(j, g, c));
+            r.dk.at(j, g, c) = static_cast<float>(r.dk.at(j, g, c)) + ds * static_cast<float>(p.q.at(i, h, c));
+          }
+        }
+      }
+    }
+  }
+  if (size_of(s.dtype) == 2) {
+    double rounded = 0;
+    for (double& x : r.out.data) {
+      store(s.dtype, &rounded, 0, x);
+      x = load(s.dtype, &rounded, 0);
+    }
+  }
+  return r;
+}
+
+// fp64: 1e-12. fp32: twice the error of the dense fp32 computation, plus 1e-6 of the largest value. 16 bits: 1.5 times
+// that error, plus 1e-3. Inputs are of size 1, and so are the terms that may cancel in a gradient: it is the least
+// size.
+void expect_close(DType type, const Values& value, const Values& exact, const Values& dense, const char* what) {
+  const double top = std::max(largest(exact), 1.0), dense_error = difference(dense, exact);
+  const double allowed = type == DType::f64   ? 1e-12 * top
+                         : type == DType::f32 ? 2 * dense_error + 1e-6 * top
+                                              : 1.5 * dense_error + 1e-3 * top;
+  EXPECT_LE(difference(value, exact), allowed) << what << " (dense error " << dense_error << ", largest " << top << ")";
+}
+
+// The problem in double, as the reference computes it: the truth for any type.
+Result truth_of(const Problem& problem) {
+  Problem exact = problem;
+  exact.shape.dtype = DType::f64;
+  return run(reference(), exact);
+}
+
+void expect_right(const Kernel& kernel, const Problem& problem, const Result& exact, const Result& dense,
+                  Run how = {}) {
+  SCOPED_TRACE(kernel.name);
+  how.forward_of = &exact;
+  const DType type = problem.shape.dtype;
+  const Result result = run(kernel, problem, how);
+  expect_close(type, result.out, exact.out, dense.out, "out");
+  expect_close(type, result.lse, exact.lse, dense.lse, "lse");
+  expect_close(type, result.dq, exact.dq, dense.dq, "dq");
+  expect_close(type, result.dk, exact.dk, dense.dk, "dk");
+  expect_close(type, result.dv, exact.dv, dense.dv, "dv");
+}
+
+void expect_all_right(const Problem& problem, const Run& how = {}) {
+  const Result exact = truth_of(problem);
+  const Result dense = dense_fp32(problem, exact);
+  for (const Kernel& kernel : kernels_here()) expect_right(kernel, problem, exact, dense, how);
+}
+
+Band random_band(std::mt19937_64& random, int64_t rows) {
+  Band band;
+  if (up_to(random, 2) == 0) band.left = up_to(random, 90);
+  if (up_to(random, 3) == 0) band.right = up_to(random, 1) ? Band::kUnbounded : up_to(random, 40);
+  if (up_to(random, 3) != 0) return band;
+  int64_t lo = 0, hi = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    lo += up_to(random, 5) == 0 ? up_to(random, 7) : 0;
+    hi = std::max(hi, lo) + (up_to(random, 2) == 0 ? up_to(random, 6) : 0);
+    band.lo.push_back(static_cast<int32_t>(lo));
+    band.hi.push_back(static_cast<int32_t>(hi));
+  }
+  return band;
+}
+
+Problem random_problem(std::mt19937_64& random, DType type) {
+  const int64_t kv_heads = 1 + up_to(random, 2), group = 1 + up_to(random, 4);
+  const AttentionShape shape{type, kv_heads * group, kv_heads, 1 + up_to(random, 90), 1 + up_to(random, 90)};
+  std::vector<Document> documents;
+  int64_t q_row = 0, k_row = 0;
+  for (int64_t n = 1 + up_to(random, 2); n > 0; --n) {
+    Document d;
+    d.q_row = q_row;
+    d.k_row = k_row;
+    d.q_count = up_to(random, 130);
+    d.k_pos = up_to(random, 1) ? 0 : up_to(random, 300);
+    for (int64_t pieces = up_to(random, 3); pieces > 0; --pieces) d.pieces.push_back(up_to(random, 150));
+    d.q_pos = d.k_pos + up_to(random, 200);
+    d.band = random_band(random, d.q_pos + d.q_count);
+    if (d.band.lo.empty() && up_to(random, 2) == 0) d.q_pos = -up_to(random, 50);
+    q_row += d.q_count;
+    k_row += d.k_count();
+    documents.push_back(d);
+  }
+  return Problem(random, shape, documents);
+}
+
+Placement random_placement(std::mt19937_64& random) {
+  return {1 + up_to(random, 1), up_to(random, 3), up_to(random, 5), up_to(random, 1) == 1};
+}
+
+class KernelTypes : public testing::TestWithParam<DType> {};
+INSTANTIATE_TEST_SUITE_P(All, KernelTypes, testing::Values(DType::f32, DType::f64, DType::bf16, DType::f16),
+                         [](const auto& p) { return std::string(name(p.param)); });
+
+TEST_P(KernelTypes, random_problems_against_the_reference) {
+  for (int n = 0; n < 25; ++n) {
+    const uint64_t seed = fresh_seed();
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const Problem problem = random_problem(random, GetParam());
+    expect_all_right(problem, {.place = random_placement(random), .threads = static_cast<int>(1 + up_to(random, 2))});
+    if (HasFailure()) return;
+  }
+}
+
+// Head 0 of the plainest layout against any other placement, and one thread against several.
+TEST_P(KernelTypes, KE_07_same_bits_in_any_place_on_any_threads) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  for (const Kernel& kernel : kernels_here(true)) {
+    SCOPED_TRACE(kernel.name);
+    const Problem problem(random, {GetParam(), 4, 2, 40, 24}, causal({300, 1, 70, 513}));
+    const Result plain = run(kernel, problem);
+    const std::vector<Placement> places = {{}, {2, 0, 0, false}, {1, 3, 1, true}, {1, 0, 5, false}, {3, 1, 2, true}};
+    for (const Placement& place : places) {
+      const Result other = run(kernel, problem, {.place = place, .threads = 1 + static_cast<int>(up_to(random, 4))});
+      expect_same_bits(plain.out, other.out, "out");
+      expect_same_bits(plain.lse, other.lse, "lse");
+      expect_same_bits(plain.dq, other.dq, "dq");
+      expect_same_bits(plain.dk, other.dk, "dk");
+      expect_same_bits(plain.dv, other.dv, "dv");
+    }
+  }
+}
+
+Values rows_of(const Values& values, int64_t first, int64_t count) {
+  Values part(count, values.heads, values.width);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t h = 0; h < values.heads; ++h) {
+      for (int64_t c = 0; c < values.width; ++c) part.at(i, h, c) = values.at(first + i, h, c);
+    }
+  }
+  return part;
+}
+
+// Queries cut into runs, each with only the keys that its window reaches, in pieces.
+TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  for (const int64_t window : {int64_t{37}, int64_t{300}, Band::kUnbounded}) {
+    const int64_t rows = 700;
+    const Problem whole(random, {GetParam(), 3, 1, 24, 33}, causal({rows}, window));
+    for (const Kernel& kernel : kernels_here(true)) {
+      SCOPED_TRACE(testing::Message() << kernel.name << " window " << window);
+      const Result expected = run(kernel, whole);
+      for (int n = 0; n < 3; ++n) {
+        const int64_t first = up_to(random, rows - 1), count = 1 + up_to(random, rows - first - 1);
+        const int64_t reach = window == Band::kUnbounded ? 0 : std::max<int64_t>(0, first - window + 1);
+        const int64_t k_pos = up_to(random, reach), keys = first + count - k_pos;
+        Problem part = whole;
+        part.q = rows_of(whole.q, first, count);
+        part.dout = rows_of(whole.dout, first, count);
+        part.k = rows_of(whole.k, k_pos, keys);
+        part.v = rows_of(whole.v, k_pos, keys);
+        const int64_t cut = up_to(random, keys), cut2 = cut + up_to(random, keys - cut);
+        part.documents = {{0, count, first, 0, k_pos, {cut, cut2 - cut, 0, keys - cut2}, whole.documents[0].band}};
+        const Result result = run(kernel, part, {.threads = 3});
+        expect_same_bits(result.out, rows_of(expected.out, first, count), "out");
+        expect_same_bits(result.lse, rows_of(expected.lse, first, count), "lse");
+        expect_same_bits(result.dq, rows_of(expected.dq, first, count), "dq");
+      }
+    }
+  }
+}
+
+// DE-02 at the level of the kernel: neighbours in the pack do not matter.
+TEST(CasesKernel, DE_02_place_in_the_pack) {
+  std::mt19937_64 random(fresh_seed());
+  const Problem a(random, {DType::f32, 4, 2, 16, 16}, causal({7, 40, 17}));
+  Problem b = a;
+  const std::vector<int64_t> from = {47, 0, 7}, counts = {17, 7, 40};
+  b.documents = causal(counts);
+  for (Values Problem::*which : {&Problem::q, &Problem::k, &Problem::v, &Problem::dout}) {
+    int64_t row = 0;
+    for (size_t d = 0; d < 3; ++d) {
+      for (int64_t i = 0; i < counts[d]; ++i, ++row) {
+        for (int64_t h = 0; h < (a.*which).heads; ++h) {
+          for (int64_t c = 0; c < (a.*which).width; ++c) (b.*which).at(row, h, c) = (a.*which).at(from[d] + i, h, c);
+        }
+      }
+    }
+  }
+  for (const Kernel& kernel : kernels_here()) {
+    const Result one = run(kernel, a), other = run(kernel, b);
+    int64_t row = 0;
+    for (size_t d = 0; d < 3; row += counts[d], ++d) {
+      expect_same_bits(rows_of(one.out, from[d], counts[d]), rows_of(other.out, row, counts[d]), "out");
+      expect_same_bits(rows_of(one.dk, from[d], counts[d]), rows_of(other.dk, row, counts[d]), "dk");
+    }
+  }
+}
+
+TEST(CasesKernel, DE_01_ten_runs) {
+  std::mt19937_64 random(fresh_seed());
+  for (const int64_t width : {64, 256}) {
+    const Problem problem(random, {DType::f32, 8, 2, width, width}, causal({300, 212}));
+    const Kernel& kernel = select_kernel(problem.shape, machine(), "cpu");
+    const Result first = run(kernel, problem);
+    for (const int threads : {1, 2, 8, 8, 2}) {
+      const Result again = run(kernel, problem, {.threads = threads});
+      expect_same_bits(first.out, again.out, "out");
+      expect_same_bits(first.dq, again.dq, "dq");
+      expect_same_bits(first.dk, again.dk, "dk");
+      expect_same_bits(first.dv, again.dv, "dv");
+    }
+  }
+}
+
+// Two runs of queries of one document share its key rows, whose gradients both add to.
+TEST(Kernels, blocks_that_share_keys) {
+  std::mt19937_64 random(fresh_seed());
+  const int64_t rows = 600;
+  const Problem whole(random, {DType::f64, 2, 1, 8, 8}, causal({rows}));
+  Problem parts = whole;
+  parts.documents.clear();
+  for (int64_t first = 0; first < rows; first += 150) {
+    parts.documents.push_back({first, 150, first, 0, 0, {first + 150}, {}});
+  }
+  const Result expected = run(reference(), whole);
+  for (const Kernel& kernel : kernels_here()) {
+    SCOPED_TRACE(kernel.name);
+    const Result one = run(kernel, parts), four = run(kernel, parts, {.threads = 4});
+    EXPECT_LE(difference(one.dk, expected.dk), 1e-12 * largest(expected.dk));
+    EXPECT_LE(difference(one.dv, expected.dv), 1e-12 * largest(expected.dv));
+    expect_same_bits(one.dk, four.dk, "dk");
+    expect_same_bits(one.dv, four.dv, "dv");
+  }
+}
+
+// NaN in a key, a value, a query or its gradient reaches exactly those rows that see it or are seen by it.
+TEST_P(KernelTypes, poison_stays_where_it_is) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  for (const Kernel& kernel : kernels_here()) {
+    for (int n = 0; n < 6; ++n) {
+      SCOPED_TRACE(kernel.name);
+      const int64_t rows = 2 + up_to(random, 300), window = up_to(random, 1) ? 1 + up_to(random, 40) : Band::kUnbounded;
+      const Problem clean(random, {GetParam(), 4, n % 2 ? 1 : 4, 17, 20}, causal({rows}, window));
+      const Result expected = run(kernel, clean);
+      const int64_t bad = up_to(random, rows - 1);
+      const double poison = n % 3 == 0 ? kInfinity : kNan;
+      const auto sees = [&](int64_t i, int64_t j) { return j <= i && (window == Band::kUnbounded || i - j < window); };
+      const auto poisoned = [&](Values Problem::*which) {
+        Problem dirty = clean;
+        for (int64_t h = 0; h < (clean.*which).heads; ++h) {
+          for (int64_t c = 0; c < (clean.*which).width; ++c) (dirty.*which).at(bad, h, c) = poison;
+        }
+        return run(kernel, dirty);
+      };
+      const auto rows_equal = [&](const Values& got, const Values& want, auto may_differ, const char* what) {
+        for (int64_t i = 0; i < rows; ++i) {
+          if (!may_differ(i)) expect_same_bits(rows_of(got, i, 1), rows_of(want, i, 1), what);
+        }
+      };
+      for (Values Problem::*which : {&Problem::k, &Problem::v}) {
+        const Result dirty = poisoned(which);
+        const auto reads = [&](int64_t i) { return sees(i, bad); };
+        const auto beside = [&](int64_t j) {  // keys of rows that read it
+          for (int64_t i = 0; i < rows; ++i) {
+            if (sees(i, bad) && sees(i, j)) return true;
+          }
+          return false;
+        };
+        rows_equal(dirty.out, expected.out, reads, "out");
+        rows_equal(dirty.lse, expected.lse, reads, "lse");
+        rows_equal(dirty.dq, expected.dq, reads, "dq");
+        rows_equal(dirty.dk, expected.dk, beside, "dk");
+        rows_equal(dirty.dv, expected.dv, beside, "dv");
+        EXPECT_FALSE(std::isfinite(dirty.out.at(bad, 0, 0)));
+      }
+      for (Values Problem::*which : {&Problem::q, &Problem::dout}) {
+        const Result dirty = poisoned(which);
+        const auto itself = [&](int64_t i) { return i == bad; };
+        const auto is_read = [&](int64_t j) { return sees(bad, j); };
+        rows_equal(dirty.out, expected.out, itself, "out");
+        rows_equal(dirty.dq, expected.dq, itself, "dq");
+        rows_equal(dirty.dk, expected.dk, is_read, "dk");
+        rows_equal(dirty.dv, expected.dv, is_read, "dv");
+        EXPECT_FALSE(std::isfinite(dirty.dq.at(bad, 0, 0)));
+      }
+      if (testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+// Keys in two calls, merged, are the keys in one.
+TEST_P(KernelTypes, merge_of_two_calls) {
+  std::mt19937_64 random(fresh_seed());
+  const int64_t rows = 290, cut = 130;
+  const Problem whole(random, {GetParam(), 4, 2, 24, 16}, causal({rows}));
+  const Result exact = truth_of(whole);
+  for (const Kernel& kernel : kernels_here()) {
+    SCOPED_TRACE(kernel.name);
+    Problem first = whole, second = whole;
+    first.documents[0].pieces = {cut};
+    second.documents[0].pieces = {rows - cut};
+    second.documents[0].k_row = second.documents[0].k_pos = cut;
+    const Result nothing{Values(rows, 4, 16), Values(rows, 4, 1, -kInfinity), {}, {}, {}, {}};
+    const Result one = run(kernel, first, {.merge = true, .start = &nothing});
+    const Result both = run(kernel, second, {.place = {2, 1, 1, true}, .threads = 2, .merge = true, .start = &one});
+    const double allowed = GetParam() == DType::f64 ? 1e-13 : 3e-6;
+    EXPECT_LE(difference(both.out, exact.out), allowed);
+    EXPECT_LE(difference(both.lse, exact.lse), allowed * 10);
+  }
+}
+
+TEST(CasesKernel, KN_11_merging_nothing_changes_nothing) {
+  std::mt19937_64 random(fresh_seed());
+  const Problem problem(random, {DType::f32, 2, 1, 8, 8}, causal({50}));
+  Problem blind = problem;
+  blind.documents[0].q_pos = -1000;
+  for (const Kernel& kernel : kernels_here()) {
+    SCOPED_TRACE(kernel.name);
+    const Result before = run(kernel, problem);
+    const Result after = run(kernel, blind, {.merge = true, .start = &before});
+    expect_same_bits(after.out, before.out, "out");
+    expect_same_bits(after.lse, before.lse, "lse");
+  }
+}
+
+// q = 0: a row's out is the mean of the rows that it sees. v = row number, dout = 1.
+Problem mean_problem(const AttentionShape& shape, std::vector<Document> documents) {
+  std::mt19937_64 random(1);
+  Problem problem(random, shape, std::move(documents));
+  std::fill(problem.q.data.begin(), problem.q.data.end(), 0.0);
+  std::fill(problem.dout.data.begin(), problem.dout.data.end(), 1.0);
+  for (int64_t j = 0; j < problem.v.rows; ++j) {
+    for (int64_t h = 0; h < problem.v.heads; ++h) {
+      for (int64_t c = 0; c < problem.v.width; ++c) problem.v.at(j, h, c) = static_cast<double>(j);
+    }
+  }
+  return problem;
+}
+
+void expect_column(const Values& values, const std::vector<double>& expected, double tolerance) {
+  ASSERT_EQ(values.rows, static_cast<int64_t>(expected.size()));
+  for (int64_t i = 0; i < values.rows; ++i) {
+    for (int64_t h = 0; h < values.heads; ++h) {
+      for (int64_t c = 0; c < values.width; ++c) {
+        EXPECT_NEAR(values.at(i, h, c), expected[static_cast<size_t>(i)], tolerance) << "row " << i;
+      }
+    }
+  }
+}
+
+TEST(CasesKernel, KN_01_queries_are_a_suffix_of_the_keys) {
+  const Problem problem =
+      mean_problem({DType::f32, 4, 2, 16, 16}, {{0, 2, 4, 0, 0, {6}, {}}, {2, 2, 0, 6, 0, {2}, {}}});
+  for (const Kernel& kernel : kernels_here()) expect_column(run(kernel, problem).out, {2, 2.5, 6, 6.5}, 8e-6);
+}
+
+TEST(CasesKernel, KN_03_window_counts_the_row_itself) {
+  const Problem problem = mean_problem({DType::f32, 4, 2, 16, 16}, causal({12}, 4));
+  for (const Kernel& kernel : kernels_here()) {
+    expect_column(run(kernel, problem).out, {0, .5, 1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5}, 1.2e-5);
+  }
+  std::mt19937_64 random(fresh_seed());
+  const Problem alone(random, {DType::f32, 4, 2, 16, 16}, causal({12}, 1));
+  for (const Kernel& kernel : kernels_here()) {
+    const Result result = run(kernel, alone);
+    for (int64_t i = 0; i < 12; ++i) {
+      for (int64_t h = 0; h < 4; ++h) EXPECT_EQ(result.out.at(i, h, 3), alone.v.at(i, h / 2, 3));
+    }
+  }
+}
+
+TEST(CasesKernel, KN_05_window_longer_than_text) {
+  std::mt19937_64 random(fresh_seed());
+  Problem problem(random, {DType::f32, 4, 2, 16, 16}, causal({3, 5}));
+  for (const Kernel& kernel : kernels_here()) {
+    problem.documents = causal({3, 5});
+    const Result expected = run(kernel, problem);
+    for (const int64_t window : {5, 8, 100}) {
+      problem.documents = causal({3, 5}, window);
+      expect_same_bits(run(kernel, problem).out, expected.out, "out");
+    }
+  }
+}
+
+TEST(CasesKernel, KN_06_key_blocks_behind_the_window) {
+  for (const int64_t width : {2, 16}) {
+    const Problem one = mean_problem({DType::f32, 4, 2, width, width}, causal({600}, 10));
+    const Problem two = mean_problem({DType::f32, 4, 2, width, width}, causal({599, 1}));
+    for (const Kernel& kernel : kernels_here()) {
+      SCOPED_TRACE(kernel.name);
+      const Result result = run(kernel, one);
+      EXPECT_NEAR(result.out.at(599, 0, 0), 594.5, 6e-4);
+      for (double x : result.out.data) ASSERT_TRUE(std::isfinite(x));
+      for (double x : result.dq.data) ASSERT_TRUE(std::isfinite(x));
+      EXPECT_EQ(run(kernel, two).out.at(599, 0, 0), 599);
+    }
+  }
+}
+
+TEST(CasesKernel, KN_07_odd_documents_alone_and_together) {
+  std::mt19937_64 random(fresh_seed());
+  const std::vector<int64_t> lengths = {128, 128, 128, 159, 57};
+  const Problem together(random, {DType::bf16, 2, 2, 80, 80}, causal(lengths));
+  for (const Kernel& kernel : kernels_here(true)) {
+    SCOPED_TRACE(kernel.name);
+    const Result all = run(kernel, together);
+    int64_t row = 0;
+    for (const int64_t n : lengths) {
+      Problem one = together;
+      one.documents = causal({n});
+      one.q = rows_of(together.q, row, n);
+      one.k = rows_of(together.k, row, n);
+      one.v = rows_of(together.v, row, n);
+      one.dout = rows_of(together.dout, row, n);
+      const Result alone = run(kernel, one);
+      expect_same_bits(alone.out, rows_of(all.out, row, n), "out");
+      expect_same_bits(alone.dv, rows_of(all.dv, row, n), "dv");
+      row += n;
+    }
+  }
+}
+
+TEST(CasesKernel, KN_09_logits_of_a_million) {
+  for (const DType type : {DType::f32, DType::bf16, DType::f64}) {
+    for (const double k : {1000.0, -1000.0, -10.0}) {
+      Problem problem = mean_problem({type, 1, 1, 1, 1}, causal({4, 4}));
+      problem.scale = 1;
+      for (double& x : problem.q.data) x = type == DType::bf16 ? -1000 : -1000;
+      for (double& x : problem.k.data) x = k;
+      for (const Kernel& kernel : kernels_here()) {
+        SCOPED_TRACE(kernel.name);
+        const Result result = run(kernel, problem);
+        expect_column(result.out, {0, .5, 1, 1.5, 4, 4.5, 5, 5.5}, type == DType::f64 ? 1e-12 : 1e-5);
+        for (int64_t i = 0; i < 8; ++i) {
+          const double logit = -1000 * k, n = static_cast<double>(i % 4 + 1);
+          EXPECT_NEAR(result.lse.at(i, 0), logit + std::log(n), std::fabs(logit) * (type == DType::f64 ? 1e-14 : 2e-7));
+        }
+      }
+    }
+  }
+}
+
+TEST(CasesKernel, KN_13_scale) {
+  std::mt19937_64 random(fresh_seed());
+  Problem problem(random, {DType::f32, 4, 2, 64, 64}, causal({7, 9}));
+  for (const double scale : {1.0, 0.125, 0.05, 0.0, -0.125}) {
+    SCOPED_TRACE(scale);
+    problem.scale = scale;
+    expect_all_right(problem);
+  }
+}
+
+TEST(CasesKernel, KN_14_each_query_head_has_its_kv_head) {
+  const std::vector<std::pair<int64_t, int64_t>> ratios = {{6, 2}, {8, 2}, {7, 1}, {5, 5}, {12, 3}};
+  for (const auto& [q_heads, kv_heads] : ratios) {
+    Problem problem = mean_problem({DType::f32, q_heads, kv_heads, 16, 16}, causal({3, 5}));
+    for (int64_t j = 0; j < 8; ++j) {
+      for (int64_t h = 0; h < kv_heads; ++h) {
+        for (int64_t c = 0; c < 16; ++c) problem.v.at(j, h, c) = static_cast<double>(h + 1);
+      }
+    }
+    for (const Kernel& kernel : kernels_here()) {
+      SCOPED_TRACE(testing::Message() << kernel.name << " " << q_heads << "/" << kv_heads);
+      const Result result = run(kernel, problem);
+      const auto group = static_cast<double>(q_heads / kv_heads);
+      for (int64_t h = 0; h < q_heads; ++h) EXPECT_NEAR(result.out.at(7, h, 5), h / (q_heads / kv_heads) + 1, 1e-5);
+      EXPECT_NEAR(result.dv.at(0, kv_heads - 1, 0), group * (1 + 1. / 2 + 1. / 3), 1e-5);
+      EXPECT_NEAR(result.dv.at(7, kv_heads - 1, 0), group / 5, 1e-6);
+    }
+  }
+}
+
+// Spans come as lists of both ends.
+TEST(CasesKernel, KN_15_adjacent_images) {
+  Document d{0, 8, 0, 0, 0, {8}, {}};
+  d.band.lo = {0, 0, 0, 0, 0, 0, 0, 0};
+  d.band.hi = {1, 4, 4, 4, 7, 7, 7, 8};
+  const Problem problem = mean_problem({DType::f32, 4, 2, 16, 16}, {d});
+  for (const Kernel& kernel : kernels_here()) {
+    const Result result = run(kernel, problem);
+    expect_column(result.out, {0, 1.5, 1.5, 1.5, 3, 3, 3, 3.5}, 8e-6);
+    const std::vector<double> dv = {2.303571, 1.303571, 1.303571, 1.303571, .553571, .553571, .553571, .125};
+    for (int64_t j = 0; j < 8; ++j) EXPECT_NEAR(result.dv.at(j, 0, 0), 2 * dv[static_cast<size_t>(j)], 8e-6);
+  }
+}
+
+TEST(CasesKernel, KN_18_image_longer_than_the_window) {
+  Document d{0, 8, 0, 0, 0, {8}, {}};
+  d.band.lo = {0, 0, 0, 1, 2, 3, 4, 5};
+  d.band.hi = {1, 7, 7, 7, 7, 7, 7, 8};
+  const Problem problem = mean_problem({DType::f32, 4, 2, 16, 16}, {d});
+  for (const Kernel& kernel : kernels_here()) {
+    expect_column(run(kernel, problem).out, {0, 3, 3, 3.5, 4, 4.5, 5, 6}, 8e-6);
+  }
+}
+
+// Offsets are 64 bits wide: rows far apart, in memory that is never touched in between.
+TEST(CasesKernel, KN_19_row_offsets_beyond_32_bits) {
+  const Rows rows{nullptr, 80000, 7, 3};
+  for (const int64_t row : {26844, 53687, 53688, 79999}) {
+    EXPECT_EQ(offset(rows, row, 5, 2), row * int64_t{80000} + 41);
+    EXPECT_GT(offset(rows, row, 5, 2), int64_t{1} << 31);
+  }
+}
+
+TEST(CasesKernel, KE_01_more_queries_than_keys) {
+  for (const DType type : {DType::f32, DType::f16}) {
+    std::vector<Document> documents;
+    const std::vector<int64_t> q = {76, 34, 146};
+    int64_t row = 0;
+    for (int64_t d = 0; d < 3; ++d) {
+      const int64_t n = q[static_cast<size_t>(d)];
+      documents.push_back({row, n, 1 - n, d, 0, {1}, {}});
+      row += n;
+    }
+    std::mt19937_64 random(fresh_seed());
+    const Problem problem(random, {type, 1, 1, 32, 32}, documents);
+    for (const Kernel& kernel : kernels_here()) {
+      SCOPED_TRACE(kernel.name);
+      const Result result = run(kernel, problem);
+      for (int64_t i = 0; i < 256; ++i) {
+        const int64_t key = i == 75 ? 0 : i == 109 ? 1 : i == 255 ? 2 : -1;
+        for (int64_t c = 0; c < 32; ++c) {
+          EXPECT_EQ(result.out.at(i, 0, c), key < 0 ? 0 : problem.v.at(key, 0, c));
+          EXPECT_TRUE(key >= 0 || result.dq.at(i, 0, c) == 0);
+          if (key >= 0) {
+            EXPECT_NEAR(result.dv.at(key, 0, c), problem.dout.at(i, 0, c), 1e-6 * largest(problem.dout));
+          }
+        }
+        EXPECT_TRUE(key >= 0 || result.lse.at(i, 0) == -kInfinity);
+      }
+    }
+  }
+}
+
+TEST(CasesKernel, KE_02_single_queries_and_empty_documents) {
+  const std::vector<Document> documents = {
+      {0, 0, 0, 0, 0, {}, {}}, {0, 1, 2, 0, 0, {3}, {}}, {1, 0, 0, 3, 0, {0}, {}}, {1, 1, 4, 3, 0, {5}, {}}};
+  const Problem problem = mean_problem({DType::f32, 9, 3, 64, 64}, documents);
+  for (const Kernel& kernel : kernels_here()) expect_column(run(kernel, problem).out, {1, 5}, 8e-6);
+  std::mt19937_64 random(fresh_seed());
+  expect_all_right(Problem(random, {DType::f32, 3, 1, 16, 16}, causal({3})));
+}
+
+TEST(CasesKernel, KE_03_keys_without_queries) {
+  for (const int64_t width : {16, 128, 256}) {
+    std::mt19937_64 random(fresh_seed());
+    const Problem problem(
+        random, {DType::f32, 4, 1, width, width},
+        {{0, 0, 6, 0, 0, {6}, {}}, {0, 3, 1, 6, 0, {4}, {}}, {3, 2, 0, 10, 0, {2}, {}}, {5, 0, 8, 12, 0, {8}, {}}});
+    expect_all_right(problem);
+    for (const Kernel& kernel : kernels_here()) {
+      const Result result = run(kernel, problem);
+      for (int64_t j = 0; j < 20; ++j) {
+        for (int64_t c = 0; c < width; ++c) {
+          EXPECT_TRUE((j >= 6 && j < 12) || (result.dk.at(j, 0, c) == 0 && result.dv.at(j, 0, c) == 0));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelTypes, KE_09_lengths_around_vector_widths) {
+  for (const int64_t n : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129}) {
+    const uint64_t seed = fresh_seed();
+    SCOPED_TRACE(testing::Message() << "length " << n << " seed " << seed);
+    std::mt19937_64 random(seed);
+    expect_all_right(Problem(random, {GetParam(), 4, 2, 16, 16}, causal({n, n - 1})));
+  }
+}
+
+TEST(CasesKernel, KE_10_widths) {
+  for (const int64_t width : {1, 8, 20, 40, 64, 72, 80, 104, 128, 192, 256, 320, 512}) {
+    const uint64_t seed = fresh_seed();
+    SCOPED_TRACE(testing::Message() << "width " << width << " seed " << seed);
+    std::mt19937_64 random(seed);
+    const Problem problem(random, {DType::f32, 2, 1, width, width}, causal({70, 58}));
+    expect_all_right(problem);
+    for (const Kernel& kernel : kernels_here(true)) {
+      const Result one = run(kernel, problem), two = run(kernel, problem);
+      expect_same_bits(one.dq, two.dq, "dq");
+      expect_same_bits(one.dk, two.dk, "dk");
+    }
+  }
+}
+
+TEST(CasesKernel, KE_11_value_width_of_its_own) {
+  std::mt19937_64 random(fresh_seed());
+  expect_all_right(Problem(random, {DType::f32, 4, 2, 16, 32}, causal({40, 70})));
+  expect_all_right(Problem(random, {DType::f32, 4, 2, 32, 16}, causal({40, 70})));
+}
+
+// A broadcast tensor: stride 0 between heads, and a gradient of ones with all strides 0.
+TEST(CasesKernel, KE_06_stride_zero) {
+  std::mt19937_64 random(fresh_seed());
+  const int64_t n = 33;
+  Problem problem(random, {DType::f32, 2, 2, 8, 8}, causal({n}));
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t c = 0; c < 8; ++c) problem.k.at(j, 1, c) = problem.k.at(j, 0, c);
+  }
+  std::fill(problem.dout.data.begin(), problem.dout.data.end(), 1.0);
+  for (const Kernel& kernel : kernels_here()) {
+    SCOPED_TRACE(kernel.name);
+    const Result expected = run(kernel, problem);
+    const Array q = array_of(DType::f32, problem.q), k = array_of(DType::f32, problem.k),
+                v = array_of(DType::f32, problem.v);
+    const Array out = array_of(DType::f32, expected.out), lse = array_of(DType::f32, expected.lse);
+    const Array delta = array_of(DType::f32, expected.delta);
+    const Array dq = array_of(DType::f32, Values(n, 2, 8)), dk = dq, dv = dq;
+    const Array dk2 = array_of(DType::f32, Values(n, 2, 8)), dv2 = array_of(DType::f32, Values(n, 2, 8));
+    float one = 1;
+    AttentionBlock block;
+    block.q_count = n;
+    block.band = &problem.documents[0].band;
+    Rows same_heads = k.rows();
+    same_heads.head = 0;
+    block.keys = {{n, same_heads, v.rows(), dk2.rows(), dv2.rows()}};
+    block.q = q.rows();
+    block.out = out.rows();
+    block.lse = lse.rows();
+    block.delta = delta.rows();
+    block.dout = {&one, 0, 0, 0};
+    block.dq = dq.rows();
+    const auto parallel = make_serial();
+    kernel.backward({problem.shape, problem.scale, {&block, 1}, parallel.get()});
+    expect_same_bits(values_of(dq, n, 2, 8), expected.dq, "dq");
+    expect_same_bits(values_of(dv2, n, 2, 8), expected.dv, "dv");
+  }
+}
+
+TEST(CasesKernel, PL_09_seventy_thousand_documents) {
+  std::mt19937_64 random(fresh_seed());
+  const int64_t count = 70000;
+  const Problem problem(random, {DType::f32, 1, 1, 8, 8}, causal(std::vector<int64_t>(count, 1)));
+  const Result result = run(select_kernel(problem.shape, machine(), "cpu"), problem, {.threads = 2});
+  expect_same_bits(result.out, problem.v, "out");
+}
+
+TEST_P(KernelTypes, delta) {
+  std::mt19937_64 random(fresh_seed());
+  const Problem problem(random, {GetParam(), 4, 2, 8, 37}, causal({30, 9}));
+  for (const Placement& place : {Placement{}, Placement{2, 1, 1, true}}) {
+    const Result result = run(reference(), problem, {.place = place, .threads = 2});
+    for (int64_t i = 0; i < 39; ++i) {
+      for (int64_t h = 0; h < 4; ++h) {
+        double delta = 0;
+        for (int64_t c = 0; c < 37; ++c) delta += result.out.at(i, h, c) * problem.dout.at(i, h, c);
+        EXPECT_NEAR(result.delta.at(i, h), delta, GetParam() == DType::f64 ? 1e-13 : 1e-5);
+      }
+    }
+  }
+}
+
+TEST(Kernels, nothing_to_do) {
+  std::mt19937_64 random(1);
+  for (const Kernel& kernel : kernels_here()) {
+    run(kernel, Problem(random, {DType::f32, 4, 2, 8, 8}, {}));
+    const Problem no_keys(random, {DType::f32, 4, 2, 8, 8}, {{0, 5, 0, 0, 0, {}, {}}});
+    const Result result = run(kernel, no_keys);
+    expect_column(result.out, {0, 0, 0, 0, 0}, 0);
+    for (double x : result.lse.data) EXPECT_EQ(x, -kInfinity);
+  }
+}
+
+TEST(Kernels, selection) {
+  Machine none;
+  EXPECT_STREQ(select_kernel({}, none).name, "cpu_baseline");
+  EXPECT_STREQ(select_kernel({}, none, "reference").name, "reference");
+  EXPECT_STREQ(select_kernel({}, machine(), "cpu").name, select_kernel({}, machine()).name);
+  try {
+    select_kernel({}, none, "cpu_avx512");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::argument);
+    EXPECT_NE(std::string(error.what()).find("AVX-512"), std::string::npos);
+  }
+  try {
+    select_kernel({}, none, "gpu");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("cpu_avx2, cpu_baseline, reference"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace blockcp::test
