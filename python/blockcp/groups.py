@@ -1,0 +1,51 @@
+"""Process groups by name, as the ops want them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def group_name(group: Any, world_size: int | None = None) -> str:
+    """The name under which torch knows ``group``.
+
+    Args:
+        group: a ProcessGroup, its name, a one-dimensional DeviceMesh, or None: the default group, or none at all where
+            ``world_size`` is 1.
+        world_size: of the plan, where there is one.
+    """
+    if isinstance(group, str):
+        return group
+    if group is None:
+        if world_size == 1:
+            return ""
+        if not dist.is_available() or not dist.is_initialized():
+            if world_size is None:
+                return ""
+            raise ValueError(
+                f"[torch] a plan for {world_size} ranks needs a process group, but group is None and torch.distributed "
+                "is not initialized. Call torch.distributed.init_process_group() first."
+            )
+        group = dist.group.WORLD
+    elif hasattr(group, "get_group"):
+        group = group.get_group()
+    return group.group_name
+
+
+def rank_and_size(group: Any, mesh: Any) -> tuple[int, int]:
+    """Rank and size within ``group``, or within the one-dimensional DeviceMesh ``mesh``."""
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("[plan] group= or mesh= must be given, but both are. Leave one out.")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"[plan] mesh must have one dimension, but it has {mesh.ndim} {mesh.mesh_dim_names}. Take the "
+                'context-parallel one: mesh["cp"].'
+            )
+        group = mesh.get_group()
+    if isinstance(group, str):
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        group = _resolve_process_group(group)
+    return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,111 @@
+"""From whole batches to this rank's rows, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from blockcp.exchange import all_gather
+from blockcp.plan import Plan
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+def shard(batch: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """This rank's rows of a batch that every rank holds whole.
+
+    Args:
+        batch: tensors and anything else by name. A tensor is sequence-aligned where its shape is ``[B, S, ...]``,
+            ``[S]`` or ``[3, B, S]``; S is the plan's rows, before or after its padding.
+        plan: of this batch and rank.
+
+    Returns:
+        A new dict: sequence-aligned tensors padded to the plan's rows (``labels`` with -100, others with 0) and cut to
+        ``L`` rows; ``shift_labels``, where there are ``labels``: the next row's label, -100 at the end of a document;
+        ``position_ids``, counted in documents, where the batch has none. ``attention_mask`` and masks of
+        ``[..., S, S]`` are dropped: the plan knows better. Everything else is passed on as it is.
+
+    Raises:
+        ValueError: ``labels`` or ``input_ids`` are not of the plan's size.
+    """
+    result: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "attention_mask" or _is_square_mask(value, plan):
+            continue
+        dim = _sequence_dim(value, plan)
+        if dim is None and name in ("input_ids", "labels", "inputs_embeds"):
+            raise ValueError(
+                f"[shard] {name} must be [{plan.batch}, {plan.given_rows}, ...] like the plan, but its shape is "
+                f"{list(value.shape)}. Was the plan made from another batch?"
+            )
+        result[name] = value if dim is None else _local(_padded(name, value, dim, plan), dim, plan)
+    if batch.get("labels") is not None:
+        labels = _padded("labels", batch["labels"], _sequence_dim(batch["labels"], plan), plan)
+        result["shift_labels"] = _local(_shifted(labels, plan), labels.dim() - 1, plan)
+    if batch.get("position_ids") is None:
+        result["position_ids"] = plan.position_ids.to(_device(batch))
+    return result
+
+
+def unshard(tensor: torch.Tensor, plan: Plan, group: Any = None, dim: int = 1) -> torch.Tensor:
+    """The whole of a tensor that is spread over the group, without the rows that the plan added; differentiable.
+
+    Args:
+        tensor: ``[..., L, ...]`` with the plan's local rows along ``dim``.
+        group: as for :func:`blockcp.attention`.
+
+    Returns:
+        ``[..., S, ...]`` with the rows that the plan was given, on every rank.
+    """
+    if tensor.shape[dim] != plan.local_rows:
+        raise ValueError(
+            f"[shard] the tensor must have the plan's {plan.local_rows} local rows along dim {dim}, but its shape is "
+            f"{list(tensor.shape)}."
+        )
+    whole = tensor if plan.world_size == 1 else all_gather(tensor, group, dim)
+    return whole.narrow(dim, 0, plan.given_rows)
+
+
+def _sequence_dim(value: Any, plan: Plan) -> int | None:
+    """Which dimension of a value is the sequence, if any."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    shape, sizes = tuple(value.shape), (plan.given_rows, plan.rows)
+    if len(shape) >= 2 and shape[0] == plan.batch and shape[1] in sizes:
+        return 1
+    if len(shape) == 1 and shape[0] in sizes:
+        return 0
+    if len(shape) == 3 and shape[0] == 3 and shape[1] == plan.batch and shape[2] in sizes:
+        return 2
+    return None
+
+
+def _is_square_mask(value: Any, plan: Plan) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and tuple(value.shape[-2:]) == (plan.given_rows,) * 2
+
+
+def _padded(name: str, value: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
+    missing = plan.rows - value.shape[dim]
+    after = [0, 0] * (value.dim() - 1 - dim) + [0, missing]  # F.pad counts dimensions from the last
+    return F.pad(value, after, value=IGNORED if name in ("labels", "shift_labels") else 0) if missing else value
+
+
+def _local(value: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
+    return value.narrow(dim, plan.rank * plan.local_rows, plan.local_rows).contiguous()
+
+
+def _shifted(labels: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The label of the next row, which may lie on the next rank; none at the end of a document and in padding."""
+    ids = plan.global_doc_ids.to(labels.device)
+    inside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, :-1] != 0)
+    inside = F.pad(inside, (0, 1))
+    following = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+    return following.masked_fill(~inside.reshape(following.shape), IGNORED)
+
+
+def _device(batch: Mapping[str, Any]) -> torch.device:
+    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor))
+    return next(tensors, torch.empty(0)).device

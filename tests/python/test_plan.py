@@ -1,0 +1,151 @@
+"""What plan() takes, refuses and tells."""
+
+import json
+import pickle
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from blockcp._library import check_torch
+
+import blockcp
+
+IDS = [1, 1, 1, 2, 2, 0, 0, 7]
+
+
+def same(**documents):
+    return blockcp.plan(world_size=2, rank=1, **documents)
+
+
+def test_four_ways_to_say_the_same_documents():
+    want = same(lengths=[3, 2], rows=8).fingerprint
+    positions = torch.tensor([0, 1, 2, 0, 1, 5, 5, 5])
+    padding = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1], dtype=torch.bool)
+    for documents in (
+        {"doc_ids": [5, 5, 5, 9, 9, 0, 0, 0]},
+        {"lengths": [[3, 2]], "rows": 8},
+        {"lengths": torch.tensor([[3, 2, 0]]), "rows": 8},
+        {"cu_seqlens": [0, 3, 5], "rows": 8},
+        {"position_ids": positions, "padding_mask": padding},
+        {"position_ids": positions[None], "padding_mask": padding[None]},
+    ):
+        assert same(**documents).fingerprint == want
+    assert same(lengths=[2, 3], rows=8).fingerprint != want
+
+
+def test_nested_lengths_are_sequences():
+    plan = blockcp.plan(lengths=[[3, 1], [], [2]], world_size=1, rank=0)
+    assert (plan.batch, plan.rows, plan.documents, plan.real_rows) == (3, 4, 3, 6)
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        ({}, "none was given"),
+        ({"doc_ids": IDS, "lengths": [8]}, "doc_ids and lengths"),
+        ({"doc_ids": IDS, "rows": 9}, "rows must come with lengths"),
+        ({"doc_ids": IDS, "padding_mask": IDS}, "padding_mask must come with position_ids"),
+        ({"doc_ids": [1, 2, 1]}, "row 2"),
+        ({"doc_ids": [1, 0, 1]}, "row 2"),
+        ({"lengths": [4, -2]}, "-2"),
+        ({"lengths": [4, 8], "rows": 8}, "12"),
+        ({"cu_seqlens": [0, 4, 3]}, "3"),
+        ({"cu_seqlens": [1, 4]}, "1"),
+        ({"position_ids": [0, -1]}, "-1"),
+        ({"position_ids": [0, 1], "padding_mask": [1]}, "shape"),
+        ({"lengths": [8], "layout": "balanced"}, "does not exist yet"),
+        ({"lengths": [8], "layout": "zigzag"}, "zigzag"),
+        ({"lengths": [8], "exchange": "teleport"}, "teleport"),
+        ({"lengths": [8], "exchange": {"nope": "ring"}}, "nope"),
+        ({"lengths": [8], "masks": {}}, "at least one"),
+        ({"lengths": [8], "masks": {"m": 3}}, "blockcp.Mask"),
+        ({"lengths": [8], "masks": {"m": blockcp.Mask(spans=[1, 2])}}, "spans"),
+        ({"lengths": [3], "masks": {"m": blockcp.Mask(spans=[1, 0, 1])}}, "span"),
+        ({"lengths": [3], "masks": {"m": blockcp.Mask(spans=[1, -4, 0])}}, "-4"),
+        ({"lengths": [8], "world_size": 4, "rank": 4}, "4"),
+        ({"lengths": [8], "world_size": 4}, "rank"),
+        ({"lengths": [8], "world_size": 0, "rank": 0}, "0"),
+        ({"lengths": [8], "world_size": 2, "rank": 0, "group": "g"}, "not both"),
+    ],
+)
+def test_refusals_say_what_is_wrong(arguments, words):
+    with pytest.raises(ValueError) as caught:
+        blockcp.plan(**arguments)
+    message = str(caught.value)
+    assert words in message and message.startswith(("[plan]", "[mask]")) and "\n" not in message
+
+
+def test_unknown_keywords_are_type_errors():
+    with pytest.raises(TypeError):
+        blockcp.plan(lengths=[8], doc_id=IDS)
+    with pytest.raises(ValueError, match="span_window"):
+        blockcp.Mask(span_window="right")
+
+
+def test_local_views():
+    plan = same(doc_ids=IDS)
+    assert plan.doc_ids.tolist() == [[2, 0, 0, 3]] and plan.position_ids.tolist() == [[1, 0, 0, 0]]
+    assert plan.global_doc_ids.tolist() == [[1, 1, 1, 2, 2, 0, 0, 3]]
+    assert plan.global_position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert plan.visible().int().sum(-1).tolist() == [[2, 0, 0, 1]]
+    assert (plan.world_size, plan.rank, plan.local_rows, plan.documents, plan.real_rows) == (2, 1, 4, 3, 6)
+
+
+def test_choices_and_explanations():
+    masks = {"full": blockcp.Mask(), "local": blockcp.Mask(window=2)}
+    plan = blockcp.plan(lengths=[13, 3], world_size=4, rank=0, masks=masks, exchange={"full": "ring"})
+    assert plan.choice["full"].path == "ring" and plan.choice["local"].path in ("halo", "a2a")
+    assert plan.choice["local"].reason in plan.explain()
+    assert json.loads(plan.to_json(q_heads=4, kv_heads=1, head_dim=64, dtype=torch.bfloat16))["world"] == 4
+    assert "ring" in repr(plan)
+    with pytest.raises(ValueError, match="declared"):
+        plan.kv()
+    with pytest.raises(ValueError, match="masks="):
+        plan.kv("other")
+    with pytest.raises(ValueError, match="dtype"):
+        plan.explain(dtype=torch.int8)
+
+
+def test_an_explicit_path_that_cannot_run_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="halo"):
+        blockcp.plan(lengths=[16], world_size=4, rank=0, exchange="halo")
+
+
+def test_needed_splits_are_the_split_matrix():
+    all_ranks = [blockcp.plan(lengths=[10, 6], world_size=4, rank=rank) for rank in range(4)]
+    matrix = all_ranks[0].split_matrix()
+    for rank, plan in enumerate(all_ranks):
+        splits = plan.needed_splits()
+        assert splits.in_splits == matrix[rank] and splits.out_splits == [row[rank] for row in matrix]
+        assert len(splits.send_index) == sum(splits.in_splits)
+        assert torch.equal(splits.send_index, all_ranks[0].needed_splits(rank=rank).send_index)
+
+
+def test_pickling_pickles_the_inputs():
+    spans = torch.tensor([0, 1, 1, 0, 0, 0, 0, 0, 0])
+    masks = {"m": blockcp.Mask(window=3, spans=spans)}
+    ids = torch.tensor([1, 1, 1, 1, 1, 1, 2, 2, 2])
+    plan = blockcp.plan(doc_ids=ids, world_size=2, rank=1, masks=masks, pad=True, exchange="ring")
+    ids.fill_(0)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.fingerprint == plan.fingerprint and again.choice == plan.choice
+    assert (again.rank, again.rows, again.given_rows) == (1, 10, 9)
+    assert again.handle.item() != plan.handle.item()
+
+
+def test_a_plan_is_a_leaf():
+    plan = blockcp.plan(lengths=[3])
+    assert pytree.tree_leaves({"plan": plan, "x": 1}) == [plan, 1]
+
+
+def test_a_handle_that_is_no_plan():
+    q = torch.zeros(1, 1, 3, 2)
+    for handle, words in ((torch.tensor(10**9), "not among"), (torch.zeros(2), "handle")):
+        with pytest.raises(ValueError, match=words):
+            torch.ops.blockcp.attention(q, q, q, handle)
+
+
+def test_torch_of_another_release_is_refused():
+    check_torch("2.13.0", "2.13.1+cpu")
+    with pytest.raises(ImportError, match=r"built for, 2\.13, but this is torch 2\.14\.0"):
+        check_torch("2.13.0", "2.14.0+cu130")
