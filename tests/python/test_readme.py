@@ -1,0 +1,42 @@
+"""The README's examples are the files in examples/, word for word, and those run."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLE = re.compile(r"<!-- (\S+) -->\n```\w+\n(.*?)```\n", re.DOTALL)
+
+
+def examples():
+    return dict(EXAMPLE.findall((ROOT / "README.md").read_text()))
+
+
+def test_readme_shows_both_examples():
+    assert set(examples()) == {"examples/python/quickstart.py", "examples/cpp/quickstart.cpp"}
+
+
+@pytest.mark.parametrize("path", ["examples/python/quickstart.py", "examples/cpp/quickstart.cpp"])
+def test_readme_shows_the_file(path):
+    assert examples()[path] == (ROOT / path).read_text()
+
+
+def test_readme_links_exist():
+    prose = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#]+)\)", prose)
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.dist
+def test_python_quickstart_runs():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, ROOT / "examples/python/quickstart.py"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"rank (\d): path \w+, out \(1, 4, 16, 32\), \|dk\| [\d.]+", done.stdout)
+    assert sorted(said) == ["0", "1", "2", "3"]
