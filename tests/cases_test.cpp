@@ -175,7 +175,7 @@ void expect_oracle(Probe probe) {
     const Results results = run(experiment, in).results;
     for (const auto& [name, tensor] : kTensors)
       EXPECT_LE(distance(results.*tensor, truth.*tensor),
-                2 * distance(fp32.*tensor, truth.*tensor) + 4e-6 * std::max(1.0, largest(truth.*tensor)))
+                2 * distance(fp32.*tensor, truth.*tensor) + 1e-6 * std::max(1.0, largest(truth.*tensor)))
           << name;
   });
 }
