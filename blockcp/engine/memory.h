@@ -6,6 +6,8 @@
 #include <memory>
 #include <new>
 
+#include "blockcp/base/huge_pages.h"
+
 namespace blockcp {
 
 inline constexpr int64_t kAlignment = 64;
@@ -16,7 +18,9 @@ class Memory {
  public:
   Memory() = default;
   explicit Memory(int64_t bytes) {
-    if (bytes > 0) data_.reset(static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), kAlign)));
+    if (bytes <= 0) return;
+    data_.reset(static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), kAlign)));
+    advise_huge_pages(data_.get(), bytes);
   }
   std::byte* data() const { return data_.get(); }
 

@@ -17,6 +17,7 @@
 
 #include "blockcp/torch/c10d_transport.h"
 #include "blockcp/torch/check_tensor.h"
+#include "blockcp/torch/fresh.h"
 
 namespace blockcp {
 namespace {
@@ -107,7 +108,7 @@ at::Tensor all_to_all(Group& group, const at::Tensor& rows, const Splits& in, co
   const at::Tensor sent = at::cat({rows.narrow(0, 0, own_from), rows.slice(0, own_from + own)});
   Splits sizes = rows.sizes().vec();
   sizes[0] = sum(out) - own;
-  at::Tensor arrived = at::empty(sizes, rows.options());
+  at::Tensor arrived = fresh(sizes, rows.options());
   const Splits send_bytes = bytes_for_others(group, in, width), recv_bytes = bytes_for_others(group, out, width);
   group
       .exchange({.send = static_cast<const std::byte*>(sent.const_data_ptr()),

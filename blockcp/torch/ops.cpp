@@ -1,6 +1,5 @@
 #include "blockcp/torch/ops.h"
 
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <array>
@@ -9,6 +8,7 @@
 #include "blockcp/kernels/select.h"
 #include "blockcp/torch/c10d_transport.h"
 #include "blockcp/torch/check_tensor.h"
+#include "blockcp/torch/fresh.h"
 #include "blockcp/torch/plans.h"
 #include "blockcp/torch/torch_parallel.h"
 
@@ -100,8 +100,8 @@ AttentionResult attention_kernel(const at::Tensor& q, const at::Tensor& k, const
   or_tell_all(*group, {.call = number, .phase = Phase::forward}, args.agree, [&] {
     check_argument(trouble.empty(), "{}", trouble);
     call = prepare(q, k, v, args, *group);
-    out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-    lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(scalar_type(accumulator(call.shape.dtype))));
+    out = fresh({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
+    lse = fresh({q.size(0), q.size(1), q.size(2)}, q.options().dtype(scalar_type(accumulator(call.shape.dtype))));
   });
   if (is_empty(*call.plan)) return {out, lse};
   const auto parallel = make_torch_parallel();
@@ -121,9 +121,9 @@ AttentionGrads attention_backward_kernel(const at::Tensor& dout, const at::Tenso
     call = prepare(q, k, v, args, *group);
     const std::array<int64_t, 4> of_out = {q.size(0), q.size(1), q.size(2), v.size(3)};
     check_saved(out, lse, dout, of_out, at::IntArrayRef(of_out).slice(0, 3), call.shape.dtype);
-    dq = at::empty(q.sizes(), q.options());
-    dk = at::empty(k.sizes(), k.options());
-    dv = at::empty(v.sizes(), v.options());
+    dq = fresh(q.sizes(), q.options());
+    dk = fresh(k.sizes(), k.options());
+    dv = fresh(v.sizes(), v.options());
   });
   if (is_empty(*call.plan)) return {dq, dk, dv};
   const auto parallel = make_torch_parallel();

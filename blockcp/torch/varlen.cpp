@@ -18,6 +18,7 @@
 #include "blockcp/kernels/select.h"
 #include "blockcp/schedule/mask.h"
 #include "blockcp/torch/check_tensor.h"
+#include "blockcp/torch/fresh.h"
 #include "blockcp/torch/ops.h"
 #include "blockcp/torch/torch_parallel.h"
 
@@ -94,9 +95,9 @@ AttentionResult varlen_kernel(const at::Tensor& q, const at::Tensor& k, const at
   const VarlenCall call(q, k, v, args);
   if (longest_q) check_longest(call->q, "max_seqlen_q", *longest_q);
   if (longest_k) check_longest(call->k, "max_seqlen_k", *longest_k);
-  const at::Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
+  const at::Tensor out = fresh({q.size(0), q.size(1), v.size(2)}, q.options());
   const auto sums = q.options().dtype(scalar_type(accumulator(call->shape.dtype)));
-  const at::Tensor lse = at::empty({q.size(1), q.size(0)}, sums);
+  const at::Tensor lse = fresh({q.size(1), q.size(0)}, sums);
   forward(*call, {rows_of(q), rows_of(k), rows_of(v), rows_of(out), rows_of_lse(lse)});
   return {out, lse};
 }
@@ -108,7 +109,7 @@ AttentionGrads varlen_backward_kernel(const at::Tensor& dout, const at::Tensor& 
   const std::array<int64_t, 3> of_out = {q.size(0), q.size(1), v.size(2)};
   const std::array<int64_t, 2> of_lse = {q.size(1), q.size(0)};
   check_saved(out, lse, dout, of_out, of_lse, call->shape.dtype);
-  const auto like = [](const at::Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); };
+  const auto like = [](const at::Tensor& tensor) { return fresh(tensor.sizes(), tensor.options()); };
   const at::Tensor dq = like(q), dk = like(k), dv = like(v);
   backward(*call, {rows_of(q), rows_of(k), rows_of(v), rows_of(out), rows_of_lse(lse), rows_of(dout), rows_of(dq),
                    rows_of(dk), rows_of(dv)});

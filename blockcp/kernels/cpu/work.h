@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "blockcp/base/huge_pages.h"
 #include "blockcp/base/range.h"
 #include "blockcp/kernels/cpu/isa.h"
 #include "blockcp/kernels/keys.h"
@@ -26,7 +27,9 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t count)
-      : data_(static_cast<T*>(::operator new (static_cast<size_t>(count) * sizeof(T), std::align_val_t{kAlignment}))) {}
+      : data_(static_cast<T*>(::operator new (static_cast<size_t>(count) * sizeof(T), std::align_val_t{kAlignment}))) {
+    advise_huge_pages(data_.get(), count * static_cast<int64_t>(sizeof(T)));
+  }
   T* get() const { return data_.get(); }
 
  private:
