@@ -5,7 +5,7 @@
 
 #include <random>
 
-#include "blockcp/base/error.h"
+#include "refusal.h"
 
 namespace blockcp {
 namespace {
@@ -13,16 +13,6 @@ namespace {
 using testing::HasSubstr;
 
 constexpr auto kNone = std::nullopt;
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return "";
-}
 
 Packing one_document(int64_t rows) { return Packing::from_lengths({{rows}}); }
 
@@ -81,11 +71,11 @@ TEST(Bands, SpansAreCutAtDocumentsAndCheckedInTheStream) {
   EXPECT_EQ(bands.keys(0, {2, 3}), (Range{0, 4}));
   EXPECT_EQ(bands.keys(1, {0, 1}), (Range{0, 2}));
   mask.spans = {1, 1, 0, 1, 0, 0, 0, 0};
-  EXPECT_THAT(refusal([&] { Bands(packing, mask); }), HasSubstr("row 3 of sequence 0 has span id 1 again"));
+  EXPECT_THAT(refusal([&] { Bands(packing, mask); }), HasSubstr("row 3 of sequence 0 has id 1 again"));
   mask.spans = {1, 1};
   EXPECT_THAT(refusal([&] { Bands(packing, mask); }), HasSubstr("2 for 1 x 8 rows"));
   mask.spans = {0, 0, -5, 0, 0, 0, 0, 0};
-  EXPECT_THAT(refusal([&] { Bands(packing, mask); }), HasSubstr("row 2 of sequence 0 has -5"));
+  EXPECT_THAT(refusal([&] { Bands(packing, mask); }), HasSubstr("row 2 of sequence 0 has id -5"));
 }
 
 TEST(Bands, BoundsNeverDecreaseAndPairsAreTheirSum) {

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "blockcp/base/error.h"
+#include "refusal.h"
 
 namespace blockcp {
 namespace {
@@ -13,17 +13,6 @@ using testing::HasSubstr;
 
 Packing from_ids(const std::vector<int64_t>& ids, int64_t batch = 1) {
   return Packing::from_ids(ids, batch, static_cast<int64_t>(ids.size()) / batch);
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::argument);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return "";
 }
 
 TEST(Packing, IdsBecomeDocuments) {

@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "blockcp/base/error.h"
+#include "refusal.h"
 
 namespace blockcp {
 namespace {
@@ -17,17 +17,6 @@ using Matrix = std::vector<std::vector<int64_t>>;
 Plan plan_of(std::vector<int64_t> lengths, int64_t rows, int world, const Mask& mask = {}, int rank = 0) {
   return Plan(Packing::from_lengths({std::move(lengths)}, rows),
               {.world = world, .rank = rank, .masks = {{"full", mask}}});
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::argument);
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return "";
 }
 
 PlanOptions asking_for(Path path, int world) { return {.world = world, .exchange = {{"full", path}}}; }

@@ -1,9 +1,9 @@
 #include "blockcp/schedule/mask.h"
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "blockcp/base/error.h"
+#include "blockcp/schedule/runs.h"
 
 namespace blockcp {
 namespace {
@@ -12,33 +12,6 @@ namespace {
 int64_t sum_min(int64_t a, int64_t b, int64_t offset, int64_t limit) {
   const int64_t turn = std::clamp(limit - offset, a, b);  // from here on the limit is the smaller one
   return (turn - a) * (a + turn - 1 + 2 * offset) / 2 + (b - turn) * limit;
-}
-
-// Spans of one sequence as runs of rows, each id once.
-std::vector<Range> span_runs(std::span<const int64_t> spans, int64_t batch) {
-  std::vector<Range> runs;
-  std::unordered_map<int64_t, int64_t> ended;
-  const int64_t rows = static_cast<int64_t>(spans.size());
-  for (int64_t begin = 0; begin < rows;) {
-    const int64_t id = spans[begin];
-    int64_t end = begin + 1;
-    while (end < rows && spans[end] == id) ++end;
-    check_argument(
-        id >= 0,
-        "[mask] span ids must not be negative, but row {} of sequence {} has {}. Use 0 for rows outside any span.",
-        begin, batch, id);
-    if (id != 0) {
-      const auto [before, fresh] = ended.emplace(id, end);
-      check_argument(fresh,
-                     "[mask] a span must be one run of rows, but row {} of sequence {} has span id {} again, whose run "
-                     "ended at row {}. "
-                     "Give every span an id of its own.",
-                     begin, batch, id, before->second);
-      runs.push_back({begin, end});
-    }
-    begin = end;
-  }
-  return runs;
 }
 
 Band band_with_spans(const Band& closed, int64_t length, const std::vector<Range>& spans, SpanWindow rule) {
@@ -110,7 +83,7 @@ Bands::Bands(const Packing& packing, const Mask& mask) : packing_(&packing), clo
                  "[mask] spans must have one id a row, but there are {} for {} x {} rows.", mask.spans.size(),
                  packing.batch(), rows);
   for (int64_t b = 0; b < packing.batch(); ++b) {
-    const std::vector<Range> runs = span_runs(std::span(mask.spans).subspan(b * rows, rows), b);
+    const std::vector<Range> runs = id_runs(std::span(mask.spans).subspan(b * rows, rows), b, "mask", "span");
     for (auto [i, last] = packing.overlapping(b, {0, rows}); i < last; ++i) {
       const Range document = packing.documents()[i].rows;
       auto run = std::partition_point(runs.begin(), runs.end(), [&](Range r) { return r.end <= document.begin; });

@@ -1,10 +1,10 @@
 #include "blockcp/schedule/packing.h"
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "blockcp/base/error.h"
 #include "blockcp/base/hash.h"
+#include "blockcp/schedule/runs.h"
 
 namespace blockcp {
 namespace {
@@ -20,37 +20,14 @@ void check_size(size_t seen, int64_t batch, int64_t rows, const char* what) {
                  "[plan] {} must have one entry a row, but there are {} for {} x {} rows.", what, seen, batch, rows);
 }
 
-// Appends one sequence's documents: maximal runs of rows with equal non-zero id.
-void scan_ids(std::span<const int64_t> ids, int64_t batch, std::vector<Document>& documents) {
-  std::unordered_map<int64_t, int64_t> ended;  // id -> one past its last row
-  const int64_t rows = static_cast<int64_t>(ids.size());
-  for (int64_t begin = 0; begin < rows;) {
-    const int64_t id = ids[begin];
-    int64_t end = begin + 1;
-    while (end < rows && ids[end] == id) ++end;
-    check_argument(
-        id >= 0,
-        "[plan] document ids must not be negative, but row {} of sequence {} has id {} ({} rows). Use 0 for padding.",
-        begin, batch, id, rows);
-    if (id != 0) {
-      const auto [before, fresh] = ended.emplace(id, end);
-      check_argument(fresh,
-                     "[plan] a document must be one run of rows, but row {} of sequence {} has id {} again, whose run "
-                     "ended at row {}. "
-                     "Give every document an id of its own.",
-                     begin, batch, id, before->second);
-      documents.push_back({batch, {begin, end}});
-    }
-    begin = end;
-  }
-}
-
 }  // namespace
 
 Packing Packing::from_ids(std::span<const int64_t> ids, int64_t batch, int64_t rows) {
   check_size(ids.size(), batch, rows, "document ids");
   std::vector<Document> documents;
-  for (int64_t b = 0; b < batch; ++b) scan_ids(ids.subspan(b * rows, rows), b, documents);
+  for (int64_t b = 0; b < batch; ++b) {
+    for (const Range& run : id_runs(ids.subspan(b * rows, rows), b, "plan", "document")) documents.push_back({b, run});
+  }
   return {batch, rows, std::move(documents)};
 }
 

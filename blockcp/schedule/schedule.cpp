@@ -13,6 +13,17 @@ std::vector<Move> mapped(const std::vector<Move>& moves, const std::vector<Buffe
   return out;
 }
 
+int64_t rows_moved(const std::vector<Step>& steps, Role role, std::vector<Move> Transfer::*moves) {
+  int64_t sum = 0;
+  for (const Step& step : steps) {
+    for (const Transfer& transfer : step.starts) {
+      if (transfer.role != role) continue;
+      for (const Move& move : transfer.*moves) sum += rows(move);
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 
 std::string_view name(Path path) {
@@ -37,26 +48,8 @@ int64_t rows(const Move& move) {
   return sum;
 }
 
-int64_t rows_sent(const std::vector<Step>& steps, Role role) {
-  int64_t sum = 0;
-  for (const Step& step : steps) {
-    for (const Transfer& transfer : step.starts) {
-      if (transfer.role != role) continue;
-      for (const Move& move : transfer.send) sum += rows(move);
-    }
-  }
-  return sum;
-}
+int64_t rows_sent(const std::vector<Step>& steps, Role role) { return rows_moved(steps, role, &Transfer::send); }
 
-int64_t rows_received(const std::vector<Step>& steps, Role role) {
-  int64_t sum = 0;
-  for (const Step& step : steps) {
-    for (const Transfer& transfer : step.starts) {
-      if (transfer.role != role) continue;
-      for (const Move& move : transfer.recv) sum += rows(move);
-    }
-  }
-  return sum;
-}
+int64_t rows_received(const std::vector<Step>& steps, Role role) { return rows_moved(steps, role, &Transfer::recv); }
 
 }  // namespace blockcp
