@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from probe import expect, expect_oracle, ids_of, on_all_paths
 from problems import PATHS, attend, check, tensors
 from ranks import run_ranks
@@ -225,6 +226,39 @@ def strided_gradients(rank, world):
             (dout,) = torch.autograd.grad(loss(leaf), leaf)
             again = torch.autograd.grad(out, (q, k, v), dout.contiguous().clone())
             assert all(torch.equal(a, b) for a, b in zip(grads, again))
+
+
+def padded_tail(rank, world, pad, paths):
+    """``{path: (out, dq, dk, dv, share of dW)}`` of this rank; padding rows of the inputs are NaN."""
+    lengths, heads = [144, 288, 512], (4, 2, 2, 4)
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(1, h, sum(lengths), 16, generator=generator) for h in heads]
+    inputs = torch.randn(sum(lengths), 8, generator=generator)
+    results = {}
+    for path in paths:
+        plan = blockcp.plan(lengths=lengths, rows=sum(lengths) + pad, world_size=world, rank=rank, exchange=path)
+        rows = slice(rank * plan.local_rows, (rank + 1) * plan.local_rows)
+        q, k, v, dout = (F.pad(x, (0, 0, 0, pad), value=math.nan)[:, :, rows].clone() for x in whole)
+        x = F.pad(inputs, (0, 0, 0, pad))[rows]
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+        torch.full((1 << 20,), math.nan)  # the allocator hands this memory out again
+        out = blockcp.attention(q, k, v, plan)
+        out.backward(dout)
+        results[path] = (out.detach(), q.grad, k.grad, v.grad, k.grad[0, 0].T @ x)
+    return results
+
+
+def test_KE_04_rows_behind_the_last_document_get_zeros():
+    paths = ("allgather", "a2a", "ring")
+    padded, plain = (run_ranks(4, padded_tail, pad, paths) for pad in (80, 0))
+    for path in paths:
+        for i in range(4):
+            tensor = torch.cat([of_rank[path][i] for of_rank in padded], 2)
+            assert tensor.shape[2] == 1024 and (tensor[:, :, 944:] == 0).all(), path
+            assert tensor.isfinite().all()
+        weight, wanted = (sum(of_rank[path][4] for of_rank in run) for run in (padded, plain))
+        torch.testing.assert_close(weight, wanted)
 
 
 def test_KE_06_gradients_of_any_strides():
