@@ -109,8 +109,11 @@ void add_options(CLI::App& command, Input& input) {
   command.add_option("--lengths-divide", input.divide, "Divide lengths by this, rounding up (bytes to tokens)")
       ->group(batch);
   command.add_option("--max-rows", input.max_rows, "Take only the first documents, those that fit into so many rows")
+      ->check(CLI::NonNegativeNumber)
       ->group(batch);
-  command.add_option("--rows", input.rows, "Rows in all; what the documents leave is padding")->group(batch);
+  command.add_option("--rows", input.rows, "Rows in all; what the documents leave is padding")
+      ->check(CLI::NonNegativeNumber)
+      ->group(batch);
   command.add_option("--world,--ranks", input.world, "Ranks of the context-parallel group")
       ->capture_default_str()
       ->group(batch);
@@ -157,6 +160,9 @@ PlanOptions options_of(const Input& input) {
   options.world = input.world;
   options.masks = {{"full", mask_of(input)}};
   if (input.exchange != "auto") options.exchange = {{"full", parse_path(input.exchange)}};
+  constexpr int kMostRanks = 8192;  // every rank's schedule is built, and each may name every other rank
+  check_argument(input.world <= kMostRanks, "[cli] there must be at most {} ranks, but --world is {}.", kMostRanks,
+                 input.world);
   options.pad = true;
   return options;
 }

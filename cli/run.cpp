@@ -58,15 +58,23 @@ class Runner {
  public:
   explicit Runner(const RunInput& input)
       : input_(input),
-        shape_(shape_of(input)),
+        shape_(checked(input)),
         kernel_(select_kernel(shape_, machine_, input.kernel)),
         plan_(packing_of(input), options_of(input)),
         entry_(plan_.entry()),
         threads_(input.threads > 0 ? input.threads : std::max(1, machine_.processors / plan_.world())),
         scale_(1 / std::sqrt(static_cast<double>(shape_.head_dim))),
-        tensors_(shape_, plan_.packing().rows()) {
-    check_argument(input.threads >= 0, "[cli] --threads must not be negative, but is {}.", input.threads);
+        tensors_(shape_, plan_.packing().rows()) {}
+
+  // Before anything is allocated or started.
+  static AttentionShape checked(const RunInput& input) {
+    constexpr int kMostRanks = 256, kMostThreads = 1024;
+    check_argument(input.world <= kMostRanks, "[cli] run takes at most {} ranks, which are threads, but --ranks is {}.",
+                   kMostRanks, input.world);
+    check_argument(input.threads >= 0 && input.threads <= kMostThreads,
+                   "[cli] --threads must be from 0 to {}, but is {}.", kMostThreads, input.threads);
     check_argument(input.check >= 0, "[cli] --check must not be negative, but is {}.", input.check);
+    return shape_of(input);
   }
 
   int run() {

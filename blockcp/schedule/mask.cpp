@@ -56,8 +56,8 @@ Mask windowed(std::optional<int64_t> w, bool causal) {
 Mask windowed(std::optional<int64_t> left, std::optional<int64_t> right, bool causal) {
   Mask mask{.causal = causal, .left = side(left, "left"), .right = side(right, "right")};
   check_argument(!causal || (mask.right && *mask.right == 0),
-                 "[mask] the right side of a window must be 0 under causal, but the window is ({}, {}). Use "
-                 "causal=False to look ahead.",
+                 "[mask] the right side of a window must be 0 under causal, but the window is ({}, {}). Only "
+                 "a mask that is not causal looks ahead.",
                  left.value_or(-1), right.value_or(-1));
   return mask;
 }
@@ -66,10 +66,10 @@ Band closed_form(const Mask& mask) {
   check_argument(mask.left.value_or(0) >= 0 && mask.right.value_or(0) >= 0,
                  "[mask] a window must not be negative, but it is ({}, {}).", mask.left.value_or(0),
                  mask.right.value_or(0));
-  check_argument(
-      !mask.causal || mask.right.value_or(0) == 0,
-      "[mask] the right side of a window must be 0 under causal, but it is {}. Use causal=False to look ahead.",
-      mask.right.value_or(0));
+  check_argument(!mask.causal || mask.right.value_or(0) == 0,
+                 "[mask] the right side of a window must be 0 under causal, but it is {}. Only a mask that is not "
+                 "causal looks ahead.",
+                 mask.right.value_or(0));
   Band band;
   band.left = std::min(mask.left.value_or(Band::kUnbounded), Band::kUnbounded);
   band.right = mask.causal ? 0 : std::min(mask.right.value_or(Band::kUnbounded), Band::kUnbounded);

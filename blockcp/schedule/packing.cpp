@@ -32,6 +32,7 @@ Packing Packing::from_ids(std::span<const int64_t> ids, int64_t batch, int64_t r
 }
 
 Packing Packing::from_lengths(const std::vector<std::vector<int64_t>>& lengths, int64_t rows) {
+  check_argument(rows <= kMostRows, "[plan] a sequence must have fewer than 2^31 rows, but rows = {}.", rows);
   std::vector<Document> documents;
   int64_t longest = 0;
   for (size_t b = 0; b < lengths.size(); ++b) {

@@ -120,13 +120,33 @@ std::unique_ptr<Pending> C10dGroup::exchange(const Exchange& exchange) {
   return std::make_unique<AllToAll>(*this, group(), exchange);
 }
 
+// Every record travels in a frame of one size, behind its own: ranks that make different kinds of calls meet in the
+// same collective and find out here, where gloo would end the process.
 std::vector<std::byte> C10dGroup::gather(std::span<const std::byte> mine) {
-  std::vector<std::byte> all(mine.begin(), mine.end());
-  if (world_ == 1) return all;
-  all.resize(mine.size() * static_cast<size_t>(world_));
-  at::Tensor in = bytes_at(mine.data(), static_cast<int64_t>(mine.size()));
-  at::Tensor out = bytes_at(all.data(), static_cast<int64_t>(all.size()));
+  if (world_ == 1) return {mine.begin(), mine.end()};
+  const auto world = static_cast<size_t>(world_);
+  const size_t frame = 2048 + 16 * world;  // the longest record, of rows to move, has two numbers a rank
+  const uint64_t size = mine.size();
+  check_argument(sizeof size + size <= frame, "[transport] a record must fit {} bytes, but it has {}.", frame, size);
+  std::vector<std::byte> sent(frame), frames(frame * world), all(size * world);
+  std::memcpy(sent.data(), &size, sizeof size);
+  std::memcpy(sent.data() + sizeof size, mine.data(), size);
+  at::Tensor in = bytes_at(sent.data(), static_cast<int64_t>(frame));
+  at::Tensor out = bytes_at(frames.data(), static_cast<int64_t>(frames.size()));
   guarded("the agreement of a call", [&] { group()->all_gather_single(out, in)->wait(); });
+  const auto size_of_rank = [&](size_t rank) {
+    uint64_t of_rank = 0;
+    std::memcpy(&of_rank, &frames[rank * frame], sizeof of_rank);
+    return of_rank;
+  };
+  for (size_t rank = 0; rank < world; ++rank) {
+    check_argument(
+        size_of_rank(rank) == size_of_rank(0),
+        "[agreement] all ranks must make the same calls in the same order, but rank {} makes another kind of "
+        "call than rank 0 (attention on one, blockcp.exchange or unshard on the other).",
+        rank);
+    std::memcpy(&all[rank * size], &frames[rank * frame + sizeof size], size);
+  }
   return all;
 }
 

@@ -173,6 +173,16 @@ at::Tensor move_rows_adjoint_kernel(const at::Tensor& grad, const at::Tensor& se
   return total.to(grad.scalar_type()).movedim(0, dim).contiguous();
 }
 
+// For an error that Python found in this rank's arguments: all ranks throw it together.
+void rows_trouble(std::string name, std::string trouble) {
+  translated([&] {
+    const auto group = find_group(name);
+    RowsRecord record{.call = group->next_call()};
+    std::strncpy(record.trouble, trouble.c_str(), sizeof record.trouble - 1);
+    agree_on_rows(*group, record, {}, {});
+  });
+}
+
 at::Tensor move_rows_cpu(const at::Tensor& x, const at::Tensor& send_index, std::string group, Splits in_splits,
                          Splits out_splits, int64_t dim) {
   return translated([&] { return move_rows_kernel(x, send_index, group, in_splits, out_splits, dim); });
@@ -251,6 +261,7 @@ TORCH_LIBRARY_FRAGMENT(blockcp, m) {
   m.def(
       "move_rows_adjoint(Tensor grad, Tensor send_index, str group, int[] in_splits, int[] out_splits, int dim, "
       "int rows) -> Tensor");
+  m.def("rows_trouble(str group, str trouble) -> ()", rows_trouble);
 }
 
 TORCH_LIBRARY_IMPL(blockcp, CPU, m) {

@@ -50,6 +50,8 @@ Prepared prepare(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
   Prepared call{.plan = find_plan(args.plan)};
   check_group(*call.plan, group);
   call.entry = &call.plan->entry(args.mask);
+  check_argument(std::isfinite(args.scale.value_or(1)), "[torch] scale must be a finite number, but it is {}.",
+                 args.scale.value_or(1));
   call.shape = check_qkv(q, k, v);
   check_rows(*call.plan, q);
   call.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
@@ -103,6 +105,7 @@ AttentionResult attention_kernel(const at::Tensor& q, const at::Tensor& k, const
     out = fresh({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
     lse = fresh({q.size(0), q.size(1), q.size(2)}, q.options().dtype(scalar_type(accumulator(call.shape.dtype))));
   });
+  count_call(args.plan);
   if (is_empty(*call.plan)) return {out, lse};
   const auto parallel = make_torch_parallel();
   forward(executor_call(call, args, *group, *parallel, number),

@@ -149,6 +149,10 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::Tensor> plan_needed_s
   });
 }
 
+int64_t plan_calls(const at::Tensor& handle) {
+  return translated([&] { return count_of_calls(handle); });
+}
+
 // Bytes that this rank has sent and received in transfers of the group; the small agreement records not counted.
 std::tuple<int64_t, int64_t> group_traffic(std::string name) {
   return translated([&] {
@@ -171,6 +175,7 @@ TORCH_LIBRARY_FRAGMENT(blockcp, m) {
   m.def("plan_split_matrix(Tensor plan, str mask) -> str", plan_split_matrix);
   m.def("plan_needed_splits(Tensor plan, str mask, int rank) -> (int[] in_splits, int[] out_splits, Tensor send_index)",
         plan_needed_splits);
+  m.def("plan_calls(Tensor plan) -> int", plan_calls);
   m.def("plan_count() -> int", count_plans);
   m.def("group_traffic(str group) -> (int sent, int received)", group_traffic);
 }

@@ -13,10 +13,15 @@ namespace {
 
 using Json = nlohmann::json;
 
+struct Registered {
+  std::shared_ptr<const Plan> plan;
+  int64_t calls = 0;
+};
+
 struct Registry {
   std::mutex mutex;
   int64_t next = 1;
-  std::unordered_map<int64_t, std::shared_ptr<const Plan>> plans;
+  std::unordered_map<int64_t, Registered> plans;
 };
 
 Registry& registry() {
@@ -29,7 +34,7 @@ void drop(void* id) {
   {
     std::lock_guard lock(registry().mutex);
     auto node = registry().plans.extract(*static_cast<int64_t*>(id));
-    if (!node.empty()) last = std::move(node.mapped());
+    if (!node.empty()) last = std::move(node.mapped().plan);
   }
   delete static_cast<int64_t*>(id);
 }
@@ -142,12 +147,16 @@ at::Tensor register_plan(std::shared_ptr<const Plan> plan) {
   {
     std::lock_guard lock(registry().mutex);
     *id = registry().next++;
-    registry().plans.emplace(*id, std::move(plan));
+    registry().plans.emplace(*id, Registered{std::move(plan)});
   }
   return at::from_blob(id.release(), {}, drop, at::kLong);
 }
 
-std::shared_ptr<const Plan> find_plan(const at::Tensor& handle) {
+namespace {
+
+// Calls use(the plan's entry) under the lock.
+template <class Use>
+auto with_registered(const at::Tensor& handle, Use&& use) {
   check_argument(handle.dim() == 0 && handle.scalar_type() == at::kLong && handle.is_cpu(),
                  "[torch] the plan must be the handle of a blockcp plan, but it is a tensor of shape {}.",
                  text(handle.sizes()));
@@ -158,7 +167,21 @@ std::shared_ptr<const Plan> find_plan(const at::Tensor& handle) {
                  "[torch] the plan must be alive, but handle {} is not among {} plans. Was it cloned, and the plan "
                  "deleted?",
                  id, registry().plans.size());
-  return found->second;
+  return use(found->second);
+}
+
+}  // namespace
+
+std::shared_ptr<const Plan> find_plan(const at::Tensor& handle) {
+  return with_registered(handle, [](const Registered& plan) { return plan.plan; });
+}
+
+void count_call(const at::Tensor& handle) {
+  with_registered(handle, [](Registered& plan) { ++plan.calls; });
+}
+
+int64_t count_of_calls(const at::Tensor& handle) {
+  return with_registered(handle, [](const Registered& plan) { return plan.calls; });
 }
 
 int64_t count_plans() {

@@ -16,6 +16,9 @@ namespace blockcp {
 at::Tensor register_plan(std::shared_ptr<const Plan> plan);
 // Throws Error(argument) for a handle that register_plan() did not make, or whose plan is gone.
 std::shared_ptr<const Plan> find_plan(const at::Tensor& handle);
+// Counts a forward attention call with the plan, and says how many there were.
+void count_call(const at::Tensor& handle);
+int64_t count_of_calls(const at::Tensor& handle);
 // How many plans are alive.
 int64_t count_plans();
 

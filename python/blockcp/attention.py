@@ -57,14 +57,16 @@ def attention(
         RuntimeError: a kernel that fails on one rank, on every rank; a peer that is gone. After that one the group is
             broken and later calls raise at once.
     """
-    if format not in ("bhld", "blhd"):
-        raise ValueError(f'[torch] format must be "bhld" or "blhd", but it is {format!r}.')
-    if agreement not in (None, "call", "step"):
-        raise ValueError(f'[torch] agreement must be "call" or "step", but it is {agreement!r}.')
+    if not isinstance(plan, Plan):
+        raise ValueError(f"[torch] plan must be what blockcp.plan returns, but it is {plan!r}.")
+    trouble = _trouble(q, k, v, mask, scale, format, kernel, agreement)
+    if trouble:  # told to the other ranks, which are on their way into the same call
+        q = k = v = torch.empty(0)
+        mask = scale = kernel = agreement = None
     if format == "blhd":
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
     step = counting_step(plan)
-    out, lse = run(q, k, v, plan, mask, group_name(group, plan.world_size), scale, kernel, agreement, step, "")
+    out, lse = run(q, k, v, plan, mask, group_name(group, plan.world_size), scale, kernel, agreement, step, trouble)
     if format == "blhd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
@@ -88,6 +90,24 @@ def run(
     scale = None if scale is None else float(scale)
     agree = agreement != "step" or first
     return ops.attention(q, k, v, plan.handle, mask or "", group, scale, kernel or "", agree, trouble=trouble)
+
+
+def _trouble(q: Any, k: Any, v: Any, mask: Any, scale: Any, format: Any, kernel: Any, agreement: Any) -> str:
+    """What is wrong with arguments that the op could not even be called with, or nothing."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+            seen = f"a {x.layout} one" if isinstance(x, torch.Tensor) else type(x).__name__
+            return f"[torch] {name} must be a dense tensor, but it is {seen}."
+    if format not in ("bhld", "blhd"):
+        return f'[torch] format must be "bhld" or "blhd", but it is {format!r}.'
+    if agreement not in (None, "call", "step"):
+        return f'[torch] agreement must be "call" or "step", but it is {agreement!r}.'
+    for name, text in (("mask", mask), ("kernel", kernel)):
+        if text is not None and not isinstance(text, str):
+            return f"[torch] {name} must be a name, but it is {text!r}."
+    if isinstance(scale, (str, bytes, bool, complex)) or (scale is not None and not hasattr(scale, "__float__")):
+        return f"[torch] scale must be a number, but it is {scale!r}."
+    return ""
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

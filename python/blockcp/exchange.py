@@ -8,7 +8,7 @@ their splits before anything is sent; a difference is a ValueError on every rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ def all_gather(x: torch.Tensor, group: Any = None, dim: int = -2) -> torch.Tenso
         ``[..., world L, ...]``, contiguous.
     """
     _, world = _place(group)
+    if not _has_dim(x, dim):
+        return refuse(group, f"[exchange] dim must be one of x {list(x.shape)}, but it is {dim}.")
     rows = x.shape[dim]
     index = torch.arange(rows).repeat(world)
     return ops.move_rows(x, index, group_name(group), [rows] * world, [rows] * world, _from_front(x, dim))
@@ -47,9 +49,13 @@ def left_halo(x: torch.Tensor, group: Any = None, halo_size: int = 0, dim: int =
         ``[..., halo_size, ...]``, contiguous.
     """
     rank, world = _place(group)
+    if not _has_dim(x, dim):
+        return refuse(group, f"[exchange] dim must be one of x {list(x.shape)}, but it is {dim}.")
     rows = x.shape[dim]
-    if not 0 <= halo_size <= rows:
-        raise ValueError(f"[exchange] halo_size must be at most the {rows} rows of x, but it is {halo_size}.")
+    if not isinstance(halo_size, int) or not 0 <= halo_size <= rows:
+        return refuse(
+            group, f"[exchange] halo_size must be an integer from 0 to the {rows} rows of x, not {halo_size}."
+        )
     in_splits, out_splits = [0] * world, [0] * world
     in_splits[(rank + 1) % world] = out_splits[(rank - 1) % world] = halo_size
     index = torch.arange(rows - halo_size, rows)
@@ -76,13 +82,24 @@ def needed_rows(
     Returns:
         ``[..., sum(out_splits), ...]`` by source rank, contiguous.
     """
-    index = torch.as_tensor(send_index, dtype=torch.int64)
+    index = torch.as_tensor(send_index)
+    index = index if index.numel() else index.to(torch.int64)
     return ops.move_rows(x, index, group_name(group), list(in_splits), list(out_splits), _from_front(x, dim))
 
 
 def traffic(group: Any = None) -> tuple[int, int]:
     """Bytes that this rank has sent and received through blockcp in ``group``, without the small agreement records."""
     return ops.group_traffic(group_name(group))
+
+
+def refuse(group: Any, trouble: str) -> NoReturn:
+    """Collective: an error that this rank found in its arguments of an exchange becomes a ValueError on every rank."""
+    ops.rows_trouble(group_name(group), trouble)
+    raise ValueError(trouble)
+
+
+def _has_dim(x: torch.Tensor, dim: int) -> bool:
+    return isinstance(dim, int) and -x.dim() <= dim < x.dim()
 
 
 def _from_front(x: torch.Tensor, dim: int) -> int:
@@ -92,4 +109,8 @@ def _from_front(x: torch.Tensor, dim: int) -> int:
 def _place(group: Any) -> tuple[int, int]:
     if group is None and not dist.is_initialized():
         return 0, 1
-    return rank_and_size(None, group) if hasattr(group, "get_group") else rank_and_size(group, None)
+    return (
+        rank_and_size(None, group)
+        if not isinstance(group, dist.ProcessGroup) and hasattr(group, "get_group")
+        else rank_and_size(group, None)
+    )

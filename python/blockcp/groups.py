@@ -28,8 +28,13 @@ def group_name(group: Any, world_size: int | None = None) -> str:
                 "is not initialized. Call torch.distributed.init_process_group() first."
             )
         group = dist.group.WORLD
-    elif hasattr(group, "get_group"):
+    elif not isinstance(group, dist.ProcessGroup) and hasattr(group, "get_group"):
         group = group.get_group()
+    if not hasattr(group, "group_name"):
+        raise ValueError(
+            "[torch] group must be a process group that this rank is in, its name, a one-dimensional DeviceMesh or "
+            f"None, but it is {group!r}. Was it made by new_group for other ranks?"
+        )
     return group.group_name
 
 
@@ -48,4 +53,7 @@ def rank_and_size(group: Any, mesh: Any) -> tuple[int, int]:
         from torch.distributed.distributed_c10d import _resolve_process_group
 
         group = _resolve_process_group(group)
-    return dist.get_rank(group), dist.get_world_size(group)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("[plan] group must be one that this rank is in, but it is not. Give its rank and world_size.")
+    return rank, world

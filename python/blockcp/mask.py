@@ -50,7 +50,8 @@ class Mask:
     def __post_init__(self) -> None:
         if self.span_window not in SPAN_RULES:
             raise ValueError(f"[plan] span_window must be one of {SPAN_RULES}, but it is {self.span_window!r}.")
-        object.__setattr__(self, "causal", bool(self.causal))
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"[plan] causal must be True or False, but it is {self.causal!r}.")
         object.__setattr__(self, "window", self._normalized(self.window))
         if self.spans is not None:
             object.__setattr__(self, "spans", torch.as_tensor(self.spans).detach().clone())

@@ -31,7 +31,7 @@ class NeededSplits(NamedTuple):
 
 
 class Plan:
-    """Made by :func:`blockcp.plan`; immutable. Copies are the plan itself; pickling pickles its inputs.
+    """Made by :func:`blockcp.plan`; not to be changed. Copies are the plan itself; pickling pickles its inputs.
 
     Attributes:
         world_size, rank: of the context-parallel group.
@@ -179,18 +179,22 @@ def plan(
         raise ValueError("[plan] padding_mask must come with position_ids; otherwise mark padding as doc_ids 0.")
     if rows is not None and names[0] not in ("lengths", "cu_seqlens"):
         raise ValueError(f"[plan] rows must come with lengths or cu_seqlens, but {names[0]} was given.")
+    if not isinstance(pad, bool):
+        raise ValueError(f"[plan] pad must be True or False, but it is {pad!r}.")
+    if not isinstance(exchange, (str, Mapping)):
+        raise ValueError(f"[plan] exchange must be a path's name or {{mask: path}}, but it is {exchange!r}.")
     rank, world_size = _place(rank, world_size, group, mesh)
     return Plan(
         {
             "source": names[0],
-            "documents": _kept(given[names[0]]),
-            "padding_mask": _kept(padding_mask),
-            "rows": -1 if rows is None else as_int(rows, "[plan] rows"),
+            "documents": _kept(names[0], given[names[0]]),
+            "padding_mask": _kept("padding_mask", padding_mask),
+            "rows": -1 if rows is None else _bounded(rows, "[plan] rows", 0),
             "world_size": world_size,
             "rank": rank,
             "masks": _named(masks),
             "exchange": dict(exchange) if isinstance(exchange, Mapping) else exchange,
-            "pad": bool(pad),
+            "pad": pad,
         }
     )
 
@@ -205,14 +209,31 @@ def _place(rank: int | None, world_size: int | None, group: Any, mesh: Any) -> t
         return rank_and_size(None, None) if initialized else (0, 1)
     if world_size is None or (rank is None and as_int(world_size, "[plan] world_size") != 1):
         raise ValueError(f"[plan] world_size and rank must both be given, but they are {world_size} and {rank}.")
-    return as_int(rank or 0, "[plan] rank"), as_int(world_size, "[plan] world_size")
+    return _bounded(rank or 0, "[plan] rank", 0), _bounded(world_size, "[plan] world_size", 1)
 
 
-def _kept(value: Any) -> Any:
-    """A copy that later changes of the caller's tensor or array do not reach."""
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    return None if value is None else torch.as_tensor(value).detach().clone()
+def _bounded(value: Any, what: str, least: int) -> int:
+    number = as_int(value, what)
+    if not least <= number < 2**31:
+        raise ValueError(f"{what} must be at least {least} and less than 2^31, but it is {number}.")
+    return number
+
+
+def _kept(name: str, value: Any) -> Any:
+    """A copy that later changes of the caller's tensor, array or list do not reach."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and len(value) and hasattr(value[0], "__len__"):
+        return [_kept(name, sequence) for sequence in value] if name == "lengths" else _tensor(name, value)
+    return _tensor(name, value)
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value).detach().clone()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"[plan] {name} must be integers in rows of one length, but they are not: {reason}.") from None
 
 
 def _named(masks: Mapping[str, Mask] | Mask | None) -> dict[str, Mask]:
@@ -220,6 +241,8 @@ def _named(masks: Mapping[str, Mask] | Mask | None) -> dict[str, Mask]:
         return {"full": Mask()}
     if isinstance(masks, Mask):
         return {"full": masks}
+    if not isinstance(masks, Mapping):
+        raise ValueError(f"[plan] masks must be {{name: blockcp.Mask}}, but it is {masks!r}.")
     for name, mask in masks.items():
         if not isinstance(mask, Mask) or not isinstance(name, str) or not name:
             raise ValueError(f"[plan] masks must be {{name: blockcp.Mask}}, but {name!r} is {type(mask).__name__}.")
@@ -292,6 +315,11 @@ def _shape(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[int, int, int, int, str]:
+    value_dim = head_dim if value_dim is None else value_dim
+    for what, number in zip(("q_heads", "kv_heads", "head_dim", "value_dim"), (q_heads, kv_heads, head_dim, value_dim)):
+        _bounded(number, f"[plan] {what}", 1)
+    if q_heads % kv_heads:
+        raise ValueError(f"[plan] kv_heads must divide q_heads, but they are {kv_heads} and {q_heads}.")
     if dtype not in DTYPES:
         raise ValueError(f"[plan] dtype must be one of {list(DTYPES)}, but it is {dtype}.")
-    return q_heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim, DTYPES[dtype]
+    return q_heads, kv_heads, head_dim, value_dim, DTYPES[dtype]

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blockcp.exchange import all_gather
+from blockcp.exchange import all_gather, refuse
+from blockcp.groups import group_name
 from blockcp.plan import Plan
 
+ALIGNED = ("input_ids", "inputs_embeds", "labels", "loss_mask", "position_ids", "shift_labels", "token_type_ids")
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
@@ -25,21 +27,24 @@ def shard(batch: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     Returns:
         A new dict: sequence-aligned tensors padded to the plan's rows (``labels`` with -100, others with 0) and cut to
         ``L`` rows; ``shift_labels``, where there are ``labels``: the next row's label, -100 at the end of a document;
-        ``position_ids``, counted in documents, where the batch has none. ``attention_mask`` and masks of
-        ``[..., S, S]`` are dropped: the plan knows better. Everything else is passed on as it is.
+        ``position_ids``, counted in documents, where the batch has none. ``attention_mask``, and tensors of
+        ``[..., S, S]`` with "mask" in their name, are dropped: the plan knows better. Everything else is passed on as
+        it is.
 
     Raises:
-        ValueError: ``labels`` or ``input_ids`` are not of the plan's size.
+        ValueError: a field that is sequence-aligned by its name (``input_ids``, ``labels``, ``position_ids``,
+            ``loss_mask`` and the like) is not of the plan's size.
     """
     result: dict[str, Any] = {}
     for name, value in batch.items():
-        if name == "attention_mask" or _is_square_mask(value, plan):
+        if name == "attention_mask" or _is_square_mask(name, value, plan):
             continue
         dim = _sequence_dim(value, plan)
-        if dim is None and name in ("input_ids", "labels", "inputs_embeds"):
+        if dim is None and name in ALIGNED and value is not None:
+            seen = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"[shard] {name} must be [{plan.batch}, {plan.given_rows}, ...] like the plan, but its shape is "
-                f"{list(value.shape)}. Was the plan made from another batch?"
+                f"[shard] {name} must be a tensor of [{plan.batch}, {plan.given_rows}, ...] like the plan, but it is "
+                f"{seen}. Was the plan made from another batch?"
             )
         result[name] = value if dim is None else _local(_padded(name, value, dim, plan), dim, plan)
     if batch.get("labels") is not None:
@@ -60,10 +65,11 @@ def unshard(tensor: torch.Tensor, plan: Plan, group: Any = None, dim: int = 1) -
     Returns:
         ``[..., S, ...]`` with the rows that the plan was given, on every rank.
     """
-    if tensor.shape[dim] != plan.local_rows:
-        raise ValueError(
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != plan.local_rows:
+        refuse(
+            "" if plan.world_size == 1 else group_name(group, plan.world_size),
             f"[shard] the tensor must have the plan's {plan.local_rows} local rows along dim {dim}, but its shape is "
-            f"{list(tensor.shape)}."
+            f"{list(tensor.shape)}.",
         )
     whole = tensor if plan.world_size == 1 else all_gather(tensor, group, dim)
     return whole.narrow(dim, 0, plan.given_rows)
@@ -83,8 +89,10 @@ def _sequence_dim(value: Any, plan: Plan) -> int | None:
     return None
 
 
-def _is_square_mask(value: Any, plan: Plan) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 4 and tuple(value.shape[-2:]) == (plan.given_rows,) * 2
+def _is_square_mask(name: str, value: Any, plan: Plan) -> bool:
+    if "mask" not in name or not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return False
+    return tuple(value.shape[-2:]) in ((plan.given_rows,) * 2, (plan.rows,) * 2)
 
 
 def _padded(name: str, value: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:

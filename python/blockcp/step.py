@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from blockcp._library import ops
 from blockcp.groups import group_name
 from blockcp.plan import Plan
 
@@ -40,27 +41,34 @@ class Step:
     """
 
     def __init__(self, plan: Plan, group: Any = None, mask: str | None = None):
+        if not isinstance(plan, Plan):
+            raise ValueError(f"[step] plan must be what blockcp.plan returns, but it is {plan!r}.")
         if mask is None and len(plan.choice) == 1:
             mask = next(iter(plan.choice))
+        if mask is not None and mask not in plan.choice:
+            raise ValueError(f"[step] mask must be one of the plan's {list(plan.choice)}, but it is {mask!r}.")
         self.plan, self.mask = plan, mask
         self.group = group_name(group, plan.world_size)
-        self._calls = 0
+        self._first_call = True
+        self._calls_before = 0
+        self._calls: int | None = 0  # None while open: the plan counts, compiled calls included
 
     @property
     def calls(self) -> int:
         """Attention calls of this step that took the context-parallel path, recomputations included."""
-        return self._calls
+        return self._calls if self._calls is not None else ops.plan_calls(self.plan.handle) - self._calls_before
 
     def enter_call(self) -> bool:
-        """Counts a call and says whether it is the step's first."""
+        """Whether this is the step's first call; compiled ones, which Python does not see, are not counted here."""
         with _lock:
-            self._calls += 1
-            return self._calls == 1
+            first, self._first_call = self._first_call, False
+            return first
 
     def __enter__(self) -> Step:
         from blockcp.sdpa import sdpa
 
-        self._calls = 0
+        self._first_call = True
+        self._calls_before, self._calls = ops.plan_calls(self.plan.handle), None
         with _lock:
             if not _active:
                 _replaced.append(F.scaled_dot_product_attention)
@@ -70,6 +78,7 @@ class Step:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._calls = self.calls
         _stack().remove(self)
         with _lock:
             _active.remove(self)

@@ -175,6 +175,64 @@ def test_a_mistake_on_one_rank_is_one_error_on_all(number, bad_rank):
     assert "\n" not in message and message.startswith("[")
 
 
+def odd_arguments():
+    """Arguments that the op could not even be called with, and what the error must name."""
+    q = torch.zeros(1, 4, 4, 8)
+    return [
+        ({"scale": "x"}, "'x'"),
+        ({"scale": float("nan")}, "nan"),
+        ({"format": "lbhd"}, "'lbhd'"),
+        ({"agreement": "none"}, "'none'"),
+        ({"mask": 3}, "3"),
+        ({"kernel": 3}, "3"),
+        ({"q": q.numpy()}, "ndarray"),
+        ({"q": q.to_sparse()}, "sparse"),
+        ({"q": None}, "NoneType"),
+    ]
+
+
+def odd_call(rank, world, number):
+    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
+    blockcp.attention(**{"q": q, "k": k, "v": k, "plan": plan, **(odd_arguments()[number][0] if rank == 1 else {})})
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_an_argument_of_no_sense_on_one_rank_is_one_error_on_all(number):
+    message = same_error(2, odd_call, number)
+    assert odd_arguments()[number][1] in message and "rank 1 of 2" in message and "\n" not in message
+
+
+def odd_exchange(rank, world, number):
+    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+    x = torch.zeros(1, 2, 4, 8)
+    calls = [
+        lambda: blockcp.unshard(x[:, :, 1:] if rank else x, plan, dim=2),
+        lambda: blockcp.unshard(x, plan, dim=9 if rank else 2),
+        lambda: blockcp.exchange.left_halo(x, halo_size=9 if rank else 1),
+        lambda: blockcp.exchange.left_halo(x, halo_size=1.5 if rank else 1),
+        lambda: blockcp.exchange.all_gather(x, dim=7 if rank else 2),
+        lambda: blockcp.exchange.needed_rows(x, None, [1, 1], [1, 1], [0.5, 0.5] if rank else [0, 0]),
+    ]
+    calls[number]()
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_mistake_in_an_exchange_on_one_rank_is_one_error_on_all(number):
+    message = same_error(2, odd_exchange, number)
+    assert message.startswith("[") and "rank 1 of 2" in message and "\n" not in message
+
+
+def different_kinds_of_calls(rank, world):
+    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+    x = torch.zeros(1, 2, 4, 8)
+    blockcp.unshard(x, plan, dim=2) if rank else blockcp.attention(x, x, x, plan)
+
+
+def test_attention_that_meets_an_exchange_is_one_error_on_all():
+    assert "rank 1 makes another kind of call" in same_error(2, different_kinds_of_calls)
+
+
 def heads_that_do_not_divide(rank, world, hq, hkv, hv):
     plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
     blockcp.attention(torch.zeros(1, hq, 4, 8), torch.zeros(1, hkv, 4, 8), torch.zeros(1, hv, 4, 8), plan)

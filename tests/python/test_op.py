@@ -74,6 +74,23 @@ def test_compilers_keep_calls_whose_results_nobody_uses():
         torch.compile(ignoring, fullgraph=True, backend="aot_eager")(q.detach())
 
 
+def compiled_in_step(rank, world):
+    """A compiled call, given the group as an object, is counted in its step."""
+    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    attend = torch.compile(
+        lambda x: blockcp.attention(x, x, x, plan, group=torch.distributed.group.WORLD), backend="aot_eager"
+    )
+    with blockcp.step(plan) as step:
+        attend(q).sum().backward()
+    return step.calls
+
+
+@pytest.mark.dist
+def test_compiled_calls_take_a_group_object_and_are_counted():
+    assert run_ranks(2, compiled_in_step) == [1, 1]
+
+
 def compiled_on_ranks(rank, world):
     plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
     name = torch.distributed.group.WORLD.group_name

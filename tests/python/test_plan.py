@@ -149,3 +149,43 @@ def test_torch_of_another_release_is_refused():
     check_torch("2.13.0", "2.13.1+cpu")
     with pytest.raises(ImportError, match=r"built for, 2\.13, but this is torch 2\.14\.0"):
         check_torch("2.13.0", "2.14.0+cu130")
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"world_size": 2**32 + 4, "rank": 0}, "4294967300"),
+        ({"world_size": 4, "rank": 2**32}, "4294967296"),
+        ({"rows": -4}, "-4"),
+        ({"rows": 2**40}, str(2**40)),
+        ({"lengths": "abc"}, "lengths"),
+        ({"lengths": [10**20]}, "lengths"),
+        ({"masks": "full"}, "'full'"),
+        ({"masks": [blockcp.Mask()]}, "Mask"),
+        ({"exchange": None}, "None"),
+        ({"exchange": ["ring"]}, "ring"),
+        ({"pad": "no"}, "'no'"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_clear_line(arguments, named):
+    with pytest.raises(ValueError) as refused:
+        blockcp.plan(**{"lengths": [8], **arguments})
+    assert named in str(refused.value) and str(refused.value).startswith("[plan]") and "\n" not in str(refused.value)
+
+
+def test_causal_is_true_or_false():
+    with pytest.raises(ValueError, match="'no'"):
+        blockcp.Mask(causal="no")
+
+
+def test_later_changes_of_the_lists_do_not_reach_the_plan():
+    lengths = [[3, 5], [8]]
+    plan = blockcp.plan(lengths=lengths)
+    lengths[0][0] = 4
+    assert pickle.loads(pickle.dumps(plan)).fingerprint == plan.fingerprint
+
+
+def test_explain_needs_a_shape_that_exists():
+    for shape in ({"head_dim": -1}, {"q_heads": 0}, {"q_heads": 3, "kv_heads": 2}):
+        with pytest.raises(ValueError, match=r"heads|head_dim"):
+            blockcp.plan(lengths=[8]).explain(**shape)

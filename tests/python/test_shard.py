@@ -60,8 +60,16 @@ def test_given_positions_are_kept():
 
 
 def test_a_batch_of_another_size_is_refused():
-    with pytest.raises(ValueError, match=r"input_ids must be \[1, 8, ...\].*\[1, 9\]"):
+    with pytest.raises(ValueError, match=r"input_ids must be a tensor of \[1, 8, ...\].*\[1, 9\]"):
         blockcp.shard({"input_ids": torch.zeros(1, 9)}, blockcp.plan(lengths=[8]))
+    with pytest.raises(ValueError, match=r"loss_mask must be a tensor of \[1, 8, ...\].*ndarray"):
+        blockcp.shard({"loss_mask": torch.zeros(1, 8).numpy()}, blockcp.plan(lengths=[8]))
+
+
+def test_only_masks_of_the_whole_square_are_dropped():
+    square, image = torch.ones(1, 1, 8, 8), torch.ones(1, 3, 8, 8)
+    got = blockcp.shard({"causal_mask": square, "block_mask": square[0, 0], "pixels": image}, blockcp.plan(lengths=[8]))
+    assert set(got) == {"pixels", "position_ids"} and got["pixels"] is image
 
 
 def there_and_back(rank, world):
