@@ -40,3 +40,18 @@ def test_python_quickstart_runs():
     assert done.returncode == 0, done.stderr
     said = re.findall(r"rank (\d): path \w+, out \(1, 4, 16, 32\), \|dk\| [\d.]+", done.stdout)
     assert sorted(said) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.dist
+def test_a_training_step_is_the_same_on_any_number_of_ranks():
+    said = []
+    for ranks in (1, 2, 4):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        script = ROOT / "examples/python/train_step.py"
+        done = subprocess.run([*command, script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        numbers = re.findall(r"rank \d: loss ([\d.]+), \|gradient of qkv\| ([\d.]+)", done.stdout)
+        assert len(numbers) == ranks
+        said += [tuple(float(number) for number in line) for line in numbers]
+    for values in zip(*said):
+        assert max(values) - min(values) < 5e-6, said  # printed to six digits
