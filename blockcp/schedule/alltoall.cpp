@@ -4,10 +4,6 @@
 
 namespace blockcp {
 
-Schedule fill_a2a(const Problem& problem, int rank) {
-  Frame frame(problem, Path::a2a, rank);
-  const Delivery delivery = needed_rows(frame);
-  return deliver_once(std::move(frame), delivery);
-}
+Schedule fill_a2a(const Problem& problem, int rank) { return deliver_needed(problem, Path::a2a, rank); }
 
 }  // namespace blockcp

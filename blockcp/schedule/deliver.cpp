@@ -89,7 +89,7 @@ Schedule deliver_once(Frame frame, const Delivery& delivery) {
 
 Delivery needed_rows(const Frame& frame) {
   const Problem& problem = frame.problem;
-  Delivery delivery{moves_rows(problem), {}, {}};
+  Delivery delivery;
   size_t last = problem.packing.documents().size();  // of the document seen last: it may have several queries here
   for (const Query& query : frame.queries) {
     if (query.document == last) continue;
@@ -115,6 +115,13 @@ Delivery needed_rows(const Frame& frame) {
   std::stable_sort(delivery.recv.begin(), delivery.recv.end(),
                    [](const Segment& a, const Segment& b) { return a.rank < b.rank; });
   return delivery;
+}
+
+Schedule deliver_needed(const Problem& problem, Path path, int rank) {
+  Frame frame(problem, path, rank);
+  Delivery delivery = needed_rows(frame);
+  delivery.moves = moves_rows(problem);
+  return deliver_once(std::move(frame), delivery);
 }
 
 }  // namespace blockcp

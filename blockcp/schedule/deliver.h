@@ -17,8 +17,11 @@ struct Delivery {
 // home by the adjoint.
 Schedule deliver_once(Frame frame, const Delivery& delivery);
 
-// Exactly the rows that each rank needs and does not hold.
+// Exactly the rows that this rank and its peers need and do not hold; `moves` is left to whoever needs it.
 Delivery needed_rows(const Frame& frame);
+
+// The schedule that delivers those.
+Schedule deliver_needed(const Problem& problem, Path path, int rank);
 
 Schedule fill_allgather(const Problem& problem, int rank);
 Schedule fill_halo(const Problem& problem, int rank);

@@ -82,10 +82,6 @@ BufferId Frame::add_buffer(Role role, int64_t rows) {
   return static_cast<BufferId>(schedule.buffers.size() - 1);
 }
 
-bool sees_any(const Band& band, Range q, Range keys) {
-  return !q.empty() && !keys.empty() && band.begin(q.begin) < keys.end && band.end(q.end - 1) > keys.begin;
-}
-
 Block Frame::block(const Query& query, Range keys, const Places& places, const std::vector<BufferId>& gradients) const {
   const Band& band = problem.bands.of(query.document);
   const Document& document = problem.packing.documents()[query.document];

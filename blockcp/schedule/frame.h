@@ -61,6 +61,5 @@ class Frame {
 void append(std::vector<Piece>& pieces, Piece piece);
 // The move of `peer`, added in ascending order of peers where it is not there yet.
 Move& move_of(std::vector<Move>& moves, int peer);
-bool sees_any(const Band& band, Range q, Range keys);
 
 }  // namespace blockcp

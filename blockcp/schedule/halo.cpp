@@ -31,10 +31,6 @@ std::string halo_why_not(const Problem& problem) {
                      worst.rank, longest, worst.batch, problem.layout.local_rows());
 }
 
-Schedule fill_halo(const Problem& problem, int rank) {
-  Frame frame(problem, Path::halo, rank);
-  const Delivery delivery = needed_rows(frame);
-  return deliver_once(std::move(frame), delivery);
-}
+Schedule fill_halo(const Problem& problem, int rank) { return deliver_needed(problem, Path::halo, rank); }
 
 }  // namespace blockcp

@@ -37,7 +37,6 @@ class Ring {
   int hops(Way way) const;
   bool inside(int rank) const { return rank >= 0 && rank < problem_.layout.world(); }
   static int step(int rank, int by, Way way) { return way == Way::right ? rank + by : rank - by; }
-  static Way other(Way way) { return way == Way::right ? Way::left : Way::right; }
 
   // The rows with which this rank computes at a hop, and where they lie: right-going ones first.
   std::vector<Segment> visiting(int hop) const;
