@@ -132,53 +132,18 @@ Experiment random_experiment(Random& random, int64_t most_local) {
   return experiment;
 }
 
-// The size of the numbers that a gradient is summed from. They cancel: ds is p times a difference of two numbers as
-// large as delta, and where the sum is smaller than its terms, an error in the terms' last bit remains.
-double size_of_terms(const Experiment& experiment, const Globals& in, const Results& truth) {
-  double delta = 0;
-  const auto width = static_cast<size_t>(experiment.shape.value_dim);
-  for (size_t row = 0; row < truth.out.size(); row += width) {
-    double sum = 0;
-    for (size_t c = row; c < row + width; ++c) sum += truth.out[c] * in.dout[c];
-    delta = std::max(delta, std::abs(sum));
-  }
-  return experiment.scale * delta * std::max(largest(in.q), largest(in.k));
-}
-
-// How far a tensor may be from the fp64 oracle: fp64 1e-12 of its size, fp32 twice the error of a dense fp32
-// computation and 1e-6 of it, 16-bit types half as much again as the same kernel on one rank and 1e-3.
-std::vector<double> bounds(const Experiment& experiment, const Globals& in, const Results& truth) {
-  const DType dtype = experiment.shape.dtype;
-  Results other;
-  if (dtype == DType::f32) other = dense<float>(experiment.pack, experiment.shape, experiment.scale, in);
-  if (size_of(dtype) == 2) {
-    Experiment alone = experiment;
-    alone.world = 1;
-    alone.path = Path::allgather;
-    other = run(alone, in).results;
-  }
-  std::vector<double> bounds;
-  for (const auto& [name, tensor] : kTensors) {
-    const double size = std::max({1.0, largest(truth.*tensor), size_of_terms(experiment, in, truth)});
-    if (dtype == DType::f64) bounds.push_back(1e-12 * size);
-    if (dtype == DType::f32) bounds.push_back(2 * distance(other.*tensor, truth.*tensor) + 1e-6 * size);
-    if (size_of(dtype) == 2) bounds.push_back(1.5 * distance(other.*tensor, truth.*tensor) + 1e-3);
-  }
-  return bounds;
-}
-
 void expect_agreement(Experiment experiment, Random& random) {
   const Globals in = random_globals(experiment.pack, experiment.shape, random.engine);
   const Results truth = dense<double>(experiment.pack, experiment.shape, experiment.scale, in);
+  const std::vector<double> allowed = allowed_errors(experiment, in, truth);
   for (const Kernel* kernel : kernels_for(experiment.shape)) {
     experiment.kernel = kernel;
-    const std::vector<double> bound = bounds(experiment, in, truth);
     for (Path path : admitted_paths(experiment.pack, experiment.world)) {
       experiment.path = path;
       SCOPED_TRACE(describe(experiment));
       const Results results = run(experiment, in).results;
       for (size_t i = 0; i < std::size(kTensors); ++i)
-        EXPECT_LE(distance(results.*kTensors[i].values, truth.*kTensors[i].values), bound[i]) << kTensors[i].name;
+        EXPECT_LE(distance(results.*kTensors[i].values, truth.*kTensors[i].values), allowed[i]) << kTensors[i].name;
       if (testing::Test::HasFailure()) return;
     }
   }

@@ -270,6 +270,39 @@ inline double largest(const std::vector<double>& values) {
   return most;
 }
 
+// How far each of kTensors may be from the fp64 oracle, u being the rounding unit of the sums:
+// - twice the error of a dense fp32 computation, which sums as many terms of the same size in another order;
+// - u times the largest size of terms times a number of roundings, which is the sum of
+//   - 16, for exp, quotients and the sums over keys, columns, blocks and ranks;
+//   - (2 W + 2) A, where A is the largest |lse|. Rounding a score or an lse of size A changes it by up to u A, and a
+//     weight by that much relatively (a score far below the lse may be larger, but exp(s - lse) |s| < |lse| + 1). Each
+//     of at most W hops of ring rounds its own lse and the merged one; backward takes a score and an lse once more;
+//   - sqrt(D) T, where T is the largest sum of sizes of a score's D terms: it bounds the partial sums, whose D
+//   roundings
+//     add up like their root. A dense computation of few scores may be lucky with all of them;
+// - for 16-bit inputs, the storage type's unit times the size of terms, once for each number that is rounded to it: P
+//   as an operand and the result in out and dv; out, P in it and dS as an operand and the result in dq and dk.
+//   2^-14 is the least normal number of fp16.
+// fp64: 1e-12 of the size, 9000 roundings.
+inline std::vector<double> allowed_errors(const Experiment& experiment, const Globals& in, const Results& truth) {
+  constexpr int kStored[] = {2, 0, 4, 4, 2};
+  const DType dtype = experiment.shape.dtype;
+  const Dense<double> terms(experiment.pack, experiment.shape, experiment.scale, in);
+  const Results fp32 = dense<float>(experiment.pack, experiment.shape, experiment.scale, in);
+  const double roundings = 16 + (2 * experiment.world + 2) * largest(truth.lse) +
+                           std::sqrt(static_cast<double>(experiment.shape.head_dim)) * terms.size_of_scores;
+  const double unit = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0;
+  std::vector<double> allowed;
+  for (size_t i = 0; i < std::size(kTensors); ++i) {
+    const auto tensor = kTensors[i].values;
+    const double size = largest(terms.sizes.*tensor), other = distance(fp32.*tensor, truth.*tensor);
+    allowed.push_back(dtype == DType::f64
+                          ? 1e-12 * size
+                          : 2 * other + roundings * 0x1p-24 * size + kStored[i] * unit * (size + 0x1p-14));
+  }
+  return allowed;
+}
+
 inline std::string describe(const Experiment& experiment) {
   std::string text = fmt::format(
       "W {} path {} kernel {} threads {} strides {} {} heads {}/{} dims {}/{} B {} S {} causal {} "

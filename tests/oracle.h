@@ -2,6 +2,7 @@
 // Shares nothing with the library but the names of a mask's fields.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -47,7 +48,9 @@ struct Results {
   std::vector<double> out, lse, dq, dk, dv;
 };
 
-// T is the type in which everything is computed.
+// T is the type in which everything is computed. `sizes` holds for every element the sum of the sizes of the terms that
+// it is summed from: a relative error of e in all weights or products changes the element by about e times that. For
+// lse, whose error is that of the weights, it is 1. `size_of_scores` is the largest such sum of a score.
 template <class T>
 class Dense {
  public:
@@ -61,12 +64,14 @@ class Dense {
     results.dq.assign(size(shape.q_heads, shape.head_dim), 0);
     results.dk.assign(size(shape.kv_heads, shape.head_dim), 0);
     results.dv.assign(size(shape.kv_heads, shape.value_dim), 0);
+    sizes = results;
     for (int64_t b = 0; b < pack.batch; ++b)
       for (int64_t h = 0; h < shape.q_heads; ++h)
         for (int64_t i = 0; i < pack.rows; ++i) row(b, h, i);
   }
 
-  Results results;
+  Results results, sizes;
+  double size_of_scores = 0;
 
  private:
   // Element (b, h, row, 0) of a tensor with `heads` heads.
@@ -78,8 +83,16 @@ class Dense {
     for (int64_t c = 0; c < n; ++c) sum += static_cast<T>(a[c]) * static_cast<T>(b[c]);
     return sum;
   }
+  static T dot_of_sizes(const double* a, const double* b, int64_t n) {
+    T sum = 0;
+    for (int64_t c = 0; c < n; ++c) sum += std::abs(static_cast<T>(a[c]) * static_cast<T>(b[c]));
+    return sum;
+  }
   static void add(double* to, T factor, const double* x, int64_t n) {
     for (int64_t c = 0; c < n; ++c) to[c] = static_cast<T>(static_cast<T>(to[c]) + factor * static_cast<T>(x[c]));
+  }
+  static void add_sizes(double* to, T factor, const double* x, int64_t n) {
+    for (int64_t c = 0; c < n; ++c) to[c] += factor * std::abs(x[c]);
   }
 
   void row(int64_t b, int64_t h, int64_t i) {
@@ -92,16 +105,23 @@ class Dense {
     for (int64_t j = 0; j < pack_.rows; ++j) {
       if (!pack_.visible(b, i, j)) continue;
       seen.push_back(j);
-      scores.push_back(scale_ * dot(&in_.q[q], &in_.k[at(b, g, j, kv_heads, d)], d));
+      const double* key = &in_.k[at(b, g, j, kv_heads, d)];
+      scores.push_back(scale_ * dot(&in_.q[q], key, d));
+      size_of_scores = std::max<double>(size_of_scores, std::abs(scale_) * dot_of_sizes(&in_.q[q], key, d));
       top = std::max(top, scores.back());
     }
     if (seen.empty()) return;
     for (T s : scores) sum += std::exp(s - top);
     const T lse = top + std::log(sum);
     results.lse[at(b, h, i, shape_.q_heads, 1)] = lse;
-    for (size_t n = 0; n < seen.size(); ++n)
-      add(&results.out[o], std::exp(scores[n] - lse), &in_.v[at(b, g, seen[n], kv_heads, dv)], dv);
+    sizes.lse[at(b, h, i, shape_.q_heads, 1)] = 1;
+    for (size_t n = 0; n < seen.size(); ++n) {
+      const size_t v = at(b, g, seen[n], kv_heads, dv);
+      add(&results.out[o], std::exp(scores[n] - lse), &in_.v[v], dv);
+      add_sizes(&sizes.out[o], std::exp(scores[n] - lse), &in_.v[v], dv);
+    }
     const T delta = dot(&results.out[o], &in_.dout[o], dv);
+    const T size_of_delta = dot_of_sizes(&sizes.out[o], &in_.dout[o], dv);
     for (size_t n = 0; n < seen.size(); ++n) {
       const size_t k = at(b, g, seen[n], kv_heads, d), v = at(b, g, seen[n], kv_heads, dv);
       const T p = std::exp(scores[n] - lse);
@@ -109,6 +129,10 @@ class Dense {
       add(&results.dq[q], ds, &in_.k[k], d);
       add(&results.dk[k], ds, &in_.q[q], d);
       add(&results.dv[v], p, &in_.dout[o], dv);
+      const T size_of_ds = std::abs(scale_) * p * (dot_of_sizes(&in_.dout[o], &in_.v[v], dv) + size_of_delta);
+      add_sizes(&sizes.dq[q], size_of_ds, &in_.k[k], d);
+      add_sizes(&sizes.dk[k], size_of_ds, &in_.q[q], d);
+      add_sizes(&sizes.dv[v], p, &in_.dout[o], dv);
     }
   }
 

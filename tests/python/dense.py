@@ -57,3 +57,34 @@ def gradients(q, k, v, dout, seen, scale=None, dtype=torch.float64):
     out, lse = attention(*leaves, seen, scale)
     out.backward(dout.to(dtype))
     return out.detach(), lse.detach(), *(x.grad for x in leaves)
+
+
+def weights(q, k, seen, scale=None):
+    """``[B, Hq, S, S]`` in fp64."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = q.detach().to(torch.float64), k.detach().to(torch.float64).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = torch.where(seen[:, None], scale * (q @ k.transpose(-1, -2)), -torch.inf)
+    return torch.where(seen[:, None], scores.softmax(-1), 0.0)
+
+
+def size_of_scores(q, k, seen, scale=None) -> float:
+    """The largest sum of the sizes of the terms of a score."""
+    scale = abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = (x.detach().to(torch.float64).abs() for x in (q, k))
+    sizes = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2))
+    return sizes.masked_fill(~seen[:, None], 0).max().item() if sizes.numel() else 0.0
+
+
+def sizes_of_terms(q, k, v, dout, seen, scale=None):
+    """For every element of ``(out, lse, dq, dk, dv)``, the sum of the sizes of the terms that it is summed from, where
+    the terms may cancel: relative errors of e in all weights or products change the element by about e times that.
+    For lse, whose error is that of the weights, 1; 0 where a row sees no key."""
+    p = weights(q, k, seen, scale)
+    scale = abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k, v, dout = (x.detach().to(torch.float64).abs() for x in (q, k, v, dout))
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    out = p @ wide_v
+    ds = p * (dout @ wide_v.transpose(-1, -2) + (out * dout).sum(-1, keepdim=True)) * scale
+    dk, dv = ((x.transpose(-1, -2) @ rows).unflatten(1, (k.shape[1], group)).sum(2) for x, rows in ((ds, q), (p, dout)))
+    return out, p.sum(-1).round(), ds @ wide_k, dk, dv

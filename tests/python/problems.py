@@ -117,36 +117,45 @@ def attend(problem: dict, path: str, rank: int, world: int, whole, group=None) -
     return result[0], lse, *result[1:]
 
 
-def sizes(problem: dict, exact, whole, seen) -> list[float]:
-    """How large each result is, at least 1. dq and dk are differences <dout, v> - delta times k or q: where those
-    cancel, as in a row with one key, the result is as exact as the terms are large, not as the difference is."""
-    q, k, v, dout = (x.to(torch.float64) for x in whole)
-    largest = [x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0 for x in exact]
-    scale = q.shape[-1] ** -0.5 if problem["scale"] is None else problem["scale"]
-    terms = (dout @ v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(-1, -2)).masked_fill(~seen[:, None], 0)
-    term = terms.abs().max().item() * scale * max(q.abs().max().item(), k.abs().max().item())
-    return [max(1.0, size, term if name in ("dq", "dk") else 0.0) for name, size in zip(NAMES, largest)]
+def allowed_errors(problem: dict, world: int, exact, whole, seen) -> list[torch.Tensor]:
+    """How far each element may be from the fp64 oracle, u being the rounding unit of the sums:
 
-
-def allowed_errors(problem: dict, exact, whole, seen) -> list[float]:
-    """How far each result may be from the fp64 oracle."""
-    large = sizes(problem, exact, whole, seen)
+    - twice the largest error of dense fp32 attention, which sums as many terms of the same size in another order;
+    - for every element, u times the sum of its terms' sizes times a number of roundings, which is the sum of
+      - 16, for exp, quotients and the sums over keys, columns, blocks and ranks;
+      - (2 W + 2) A, where A is the largest |lse|. Rounding a score or an lse of size A changes it by up to u A, and a
+        weight by that much relatively (a score far below the lse may be larger, but then its weight is the smaller:
+        exp(s - lse) |s| < |lse| + 1). Each of at most W hops of ring rounds its own lse and the merged one; backward
+        takes a score and an lse once more;
+      - sqrt(D) T, where T is the largest sum of sizes of a score's D terms: it bounds the partial sums, whose D
+        roundings add up like their root. Dense attention of few scores may be lucky with all of them;
+    - for 16-bit inputs, the storage type's unit times the terms' sizes, once for each number that is rounded to it: P
+      as an operand and the result in out and dv; out, P in it and dS as an operand and the result in dq and dk.
+    """
+    terms = dense.sizes_of_terms(*whole, seen, problem["scale"])
     if problem["dtype"] == torch.float64:
-        return [1e-12 * size for size in large]
+        return [1e-12 * size for size in terms]  # 9000 roundings
+    plain = dense.gradients(*whole, seen, problem["scale"], dtype=torch.float32)
+    lse = exact[1][exact[1].isfinite()].abs()
+    roundings = 16 + (2 * world + 2) * (lse.max().item() if lse.numel() else 0.0)
+    roundings += problem["dims"][0] ** 0.5 * dense.size_of_scores(*whole[:2], seen, problem["scale"])
+    allowed = [2 * error(p, e) + roundings * 2**-24 * size for p, e, size in zip(plain, exact, terms)]
     if problem["dtype"] == torch.float32:
-        plain = dense.gradients(*whole, seen, problem["scale"], dtype=torch.float32)
-        return [2 * error(p, e) + 1e-6 * size for p, e, size in zip(plain, exact, large)]
-    alone = attend({**problem, "grads": 7}, "auto", 0, 1, whole, group="")
-    return [1.5 * error(a, e) + 1e-3 * size for a, e, size in zip(alone, exact, large)]
+        return allowed
+    info = torch.finfo(problem["dtype"])
+    return [
+        limit + times * info.eps / 2 * (size + info.smallest_normal)
+        for limit, size, times in zip(allowed, terms, (2, 0, 4, 4, 2))
+    ]
 
 
-def error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference; infinite where one is not finite and the other is."""
+def error(got: torch.Tensor, exact: torch.Tensor, unit: float | torch.Tensor = 1.0) -> float:
+    """The largest difference in units; infinite where one is not finite and the other is."""
     got = got.to(torch.float64)
     same = (got == exact) | (got - exact).isfinite()
     if not bool(same.all()):
         return float("inf")
-    return (torch.where(got == exact, 0.0, got - exact)).abs().max().item() if got.numel() else 0.0
+    return torch.where(got == exact, 0.0, (got - exact) / unit).abs().max().item() if got.numel() else 0.0
 
 
 def check(rank: int, world: int, problem: dict, paths=PATHS) -> int:
@@ -156,7 +165,7 @@ def check(rank: int, world: int, problem: dict, paths=PATHS) -> int:
     whole = tensors(problem)
     seen = dense.visible(problem["ids"], **problem["mask"])
     exact = dense.gradients(*whole, seen, problem["scale"])
-    allowed = allowed_errors(problem, exact, whole, seen)
+    allowed = allowed_errors(problem, world, exact, whole, seen)
     for path in paths:
         results = attend(problem, path, rank, world, whole)
         if results is not None:
@@ -181,9 +190,9 @@ def compare(problem: dict, rank: int, world: int, results, exact, allowed) -> li
         if got.shape != mine.shape:
             wrong.append(f"{name} has the shape {got.shape}, not {mine.shape}")
             continue
-        off = error(got, mine)
-        if off > limit:
-            wrong.append(f"{name} is off by {off}, allowed {limit}")
+        off = error(got, mine, limit[:, :, rows])
+        if off > 1:
+            wrong.append(f"{name} is off by {off} times what is allowed")
         if bool((got.transpose(1, 2)[padding] != (-torch.inf if name == "lse" else 0)).any()):
             wrong.append(f"{name} of padding is not empty")
     return wrong
