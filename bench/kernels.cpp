@@ -128,6 +128,7 @@ Fma peak_of(std::string_view kernel, DType type) {
   if (kernel == "cpu_avx512") return type == DType::f64 ? Fma::fp64_avx512 : Fma::fp32_avx512;
   if (kernel == "cpu_avx512_bf16") return Fma::bf16_avx512;
   if (kernel == "cpu_avx2") return type == DType::f64 ? Fma::fp64_avx2 : Fma::fp32_avx2;
+  if (kernel == "cpu_neon") return type == DType::f64 ? Fma::fp64_neon : Fma::fp32_neon;
   return Fma::scalar;
 }
 
@@ -162,12 +163,6 @@ void measure(const Options& options) {
   fmt::print("\n");
 }
 
-// One number, for other programs to put beside their figures.
-void print_peak(int threads) {
-  const Kernel& kernel = select_kernel({}, detect_machine(), "cpu");
-  fmt::print("{:.1f}\n", fma_peak(*make_pool(threads), peak_of(kernel.name, DType::f32), Clock(0)));
-}
-
 }  // namespace
 }  // namespace blockcp::bench
 
@@ -187,16 +182,9 @@ int main(int argc, char** argv) {
   app.add_option("--threads", options.threads, "0 is one per processor");
   app.add_option("--repeats", options.repeats, "runs of which the median counts");
   app.add_flag("--processor-time", options.processor_time, "time of the processors, not of the wall");
-  int peak_threads = -1;
-  app.add_option("--peak", peak_threads,
-                 "print the fp32 FMA peak of so many threads (0: all) in GFLOP/s, and nothing else");
   CLI11_PARSE(app, argc, argv);
   try {
-    if (peak_threads >= 0) {
-      blockcp::bench::print_peak(peak_threads);
-    } else {
-      blockcp::bench::measure(options);
-    }
+    blockcp::bench::measure(options);
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 2;

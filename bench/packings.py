@@ -9,11 +9,13 @@ import re
 FOLDER = pathlib.Path(__file__).parent / "lengths"
 BYTES_PER_TOKEN = 4
 FILES = {"gsm8k": "gsm8k_test.txt", "book": "rust_book_chapters.txt", "code": "automodel_python_files.txt"}
-NAMES = ("gsm8k", "book", "code", "long", "pretraining")
+NAMES = ("long", "one", "book", "code", "gsm8k", "pretraining")
+LONG = 8192
 
 
 def from_file(name):
-    for line in (FOLDER / FILES[name]).read_text().split():
+    """Endless: the documents in their order, again and again."""
+    for line in itertools.cycle((FOLDER / FILES[name]).read_text().split()):
         yield -(-int(line) // BYTES_PER_TOKEN)
 
 
@@ -28,17 +30,26 @@ def from_histogram(seed=0):
         yield max(1, sampler.randint(low, high))
 
 
+def source(name, rows):
+    if name in FILES:
+        return from_file(name)
+    return from_histogram() if name == "pretraining" else itertools.repeat({"long": LONG, "one": rows}[name])
+
+
 def lengths(name, rows):
     """Lengths that add up to `rows`; the last document is cut."""
-    source = {"long": lambda: itertools.repeat(8192), "pretraining": from_histogram}.get(name, lambda: from_file(name))
-    taken = []
-    for length in source():
-        taken.append(min(length, rows - sum(taken)))
-        if sum(taken) == rows:
-            break
-    return taken
+    taken, left = [], rows
+    for length in source(name, rows):
+        taken.append(min(length, left))
+        left -= taken[-1]
+        if not left:
+            return taken
 
 
-def pairs(documents):
-    """(q, k) pairs that causal attention inside documents looks at."""
-    return sum(n * (n + 1) // 2 for n in documents)
+def pairs(documents, window=None):
+    """(q, k) pairs that causal attention inside documents looks at; row i of one sees min(i + 1, window) keys."""
+    return sum(below_diagonal(n) - below_diagonal(n - window if window and window < n else 0) for n in documents)
+
+
+def below_diagonal(n):
+    return n * (n + 1) // 2

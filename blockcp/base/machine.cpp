@@ -1,10 +1,16 @@
 #include "blockcp/base/machine.h"
 
+#include <fmt/format.h>
+
 #include <fstream>
 #include <thread>
 
 #if defined(__linux__)
 #include <sched.h>
+#endif
+#if defined(__linux__) && defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace blockcp {
@@ -20,6 +26,15 @@ int processors() {
   return count == 0 ? 1 : static_cast<int>(count);
 }
 
+#if defined(__linux__) && defined(__aarch64__)
+// The kernel knows numbers only; /proc/cpuinfo would, under an emulator, be that of the machine around it.
+std::string model_name() {
+  if ((getauxval(AT_HWCAP) & HWCAP_CPUID) == 0) return "unknown";
+  uint64_t id;
+  asm("mrs %0, MIDR_EL1" : "=r"(id));
+  return fmt::format("ARM, implementer {:#04x}, part {:#05x}", id >> 24 & 0xff, id >> 4 & 0xfff);
+}
+#else
 std::string model_name() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
@@ -28,6 +43,7 @@ std::string model_name() {
   }
   return "unknown";
 }
+#endif
 
 }  // namespace
 
@@ -43,6 +59,8 @@ Machine detect_machine() {
                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vl");
   machine.avx512_bf16 = machine.avx512 && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+  machine.neon = true;
 #endif
   machine.processors = processors();
   machine.cpu = model_name();

@@ -11,37 +11,52 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace blockcp {
 
 namespace {
 
-constexpr int kChains = 12;  // more than latency times width of any processor at hand
+// At least latency times width of any processor at hand; ARM has some with four units and twice the registers.
+#if defined(__aarch64__)
+constexpr int kChains = 16;
+#else
+constexpr int kChains = 12;
+#endif
 constexpr int64_t kSteps = 2'000'000;
 constexpr int kUnroll = 16;
 
 double volatile sink;  // keeps results from being dropped
 
 // Each runs kSteps times kChains instructions and returns the operations of one instruction.
+#if defined(__x86_64__) || defined(__aarch64__)
 #if defined(__x86_64__)
-#define BLOCKCP_CHAINS(name, isa, vector, set, step, operations)                     \
-  __attribute__((target(isa))) double name() {                                       \
-    vector sums[kChains];                                                            \
-    const auto factor = set;                                                         \
-    _Pragma("GCC unroll 16") for (auto& sum : sums) {                                \
-      sum = vector{};                                                                \
-      asm volatile("" : "+v"(sum)); /* so that no chain is known to equal another */ \
-    }                                                                                \
-    for (int64_t n = 0; n < kSteps; ++n) {                                           \
-      _Pragma("GCC unroll 16") for (auto& sum : sums) sum = step;                    \
-    }                                                                                \
-    double total = 0;                                                                \
-    for (auto& sum : sums) total += sum[0];                                          \
-    sink = total;                                                                    \
-    return operations;                                                               \
+#define BLOCKCP_ISA(isa) __attribute__((target(isa)))
+#define BLOCKCP_REGISTER "+v"
+#else
+#define BLOCKCP_ISA(isa)
+#define BLOCKCP_REGISTER "+w"
+#endif
+#define BLOCKCP_CHAINS(name, isa, vector, set, step, operations)                                 \
+  BLOCKCP_ISA(isa) double name() {                                                               \
+    vector sums[kChains];                                                                        \
+    const auto factor = set;                                                                     \
+    _Pragma("GCC unroll 16") for (auto& sum : sums) {                                            \
+      sum = vector{};                                                                            \
+      asm volatile("" : BLOCKCP_REGISTER(sum)); /* so that no chain is known to equal another */ \
+    }                                                                                            \
+    for (int64_t n = 0; n < kSteps; ++n) {                                                       \
+      _Pragma("GCC unroll 16") for (auto& sum : sums) sum = step;                                \
+    }                                                                                            \
+    double total = 0;                                                                            \
+    for (auto& sum : sums) total += sum[0];                                                      \
+    sink = total;                                                                                \
+    return operations;                                                                           \
   }
 
+#if defined(__x86_64__)
 BLOCKCP_CHAINS(fp32_avx512, "avx512f", __m512, _mm512_set1_ps(0.5f), _mm512_fmadd_ps(sum, factor, factor), 32)
 BLOCKCP_CHAINS(fp32_avx2, "avx2,fma", __m256, _mm256_set1_ps(0.5f), _mm256_fmadd_ps(sum, factor, factor), 16)
 BLOCKCP_CHAINS(fp64_avx512, "avx512f", __m512d, _mm512_set1_pd(0.5), _mm512_fmadd_pd(sum, factor, factor), 16)
@@ -49,7 +64,13 @@ BLOCKCP_CHAINS(fp64_avx2, "avx2,fma", __m256d, _mm256_set1_pd(0.5), _mm256_fmadd
 BLOCKCP_CHAINS(bf16_avx512, "avx512f,avx512bw,avx512bf16", __m512,
                _mm512_cvtne2ps_pbh(_mm512_set1_ps(0.5f), _mm512_set1_ps(0.5f)), _mm512_dpbf16_ps(sum, factor, factor),
                64)
+#else  // the sum is added to, as the instruction has it, so that no copy is needed
+BLOCKCP_CHAINS(fp32_neon, "", float32x4_t, vdupq_n_f32(0.5f), vfmaq_f32(sum, factor, factor), 8)
+BLOCKCP_CHAINS(fp64_neon, "", float64x2_t, vdupq_n_f64(0.5), vfmaq_f64(sum, factor, factor), 4)
+#endif
 #undef BLOCKCP_CHAINS
+#undef BLOCKCP_REGISTER
+#undef BLOCKCP_ISA
 #endif
 
 double scalar() {
@@ -77,6 +98,11 @@ double chains(Fma kind) {
       return fp64_avx2();
     case Fma::bf16_avx512:
       return bf16_avx512();
+#elif defined(__aarch64__)
+    case Fma::fp32_neon:
+      return fp32_neon();
+    case Fma::fp64_neon:
+      return fp64_neon();
 #endif
     default:
       return scalar();

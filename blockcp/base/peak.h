@@ -16,7 +16,7 @@ class Clock {
   int threads_;
 };
 
-enum class Fma { fp32_avx512, fp32_avx2, fp64_avx512, fp64_avx2, bf16_avx512, scalar };
+enum class Fma { fp32_avx512, fp32_avx2, fp64_avx512, fp64_avx2, bf16_avx512, fp32_neon, fp64_neon, scalar };
 
 // GFLOP/s on all threads of `parallel`, from chains of independent multiply-adds in registers; best of a few tries.
 double fma_peak(Parallel& parallel, Fma kind, const Clock& clock);

@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 
+#include "blockcp/base/peak.h"
 #include "blockcp/kernels/select.h"
 #include "blockcp/torch/c10d_transport.h"
 #include "blockcp/torch/check_tensor.h"
@@ -175,6 +176,34 @@ AttentionGrads attention_backward_meta(const at::Tensor&, const at::Tensor& q, c
   return {like(q), like(k), like(v)};
 }
 
+// What the multiply-adds of a kind need of the processor.
+struct PeakKind {
+  std::string_view name;
+  Fma fma;
+  bool Machine::*needs;  // nullptr: nothing
+};
+constexpr PeakKind kPeakKinds[] = {{"bf16_avx512", Fma::bf16_avx512, &Machine::avx512_bf16},
+                                   {"fp32_avx512", Fma::fp32_avx512, &Machine::avx512},
+                                   {"fp32_avx2", Fma::fp32_avx2, &Machine::avx2},
+                                   {"fp32_neon", Fma::fp32_neon, &Machine::neon},
+                                   {"scalar", Fma::scalar, nullptr}};
+
+// For benchmarks: GFLOP/s of multiply-adds on `threads` threads of a pool of its own, 0 where the processor has none of
+// the kind.
+double fma_peak_here(int64_t threads, std::string kind) {
+  return translated([&] {
+    check_argument(threads >= 1 && threads <= 4096, "[torch] threads must be from 1 to 4096, but is {}.", threads);
+    for (const auto& [name, fma, needs] : kPeakKinds) {
+      if (name != kind) continue;
+      if (needs != nullptr && !(machine().*needs)) return 0.0;
+      return fma_peak(*make_pool(static_cast<int>(threads)), fma, Clock(0));
+    }
+    fail_argument(
+        "[torch] the kind of a peak must be bf16_avx512, fp32_avx512, fp32_avx2, fp32_neon or scalar, but is \"{}\".",
+        kind);
+  });
+}
+
 }  // namespace
 
 const Machine& machine() {
@@ -203,6 +232,7 @@ AttentionGrads call_attention_backward(const at::Tensor& dout, const at::Tensor&
 TORCH_LIBRARY(blockcp, m) {
   m.def(kAttentionSchema);
   m.def(kAttentionBackwardSchema);
+  m.def("_fma_peak(int threads, str kind) -> float", fma_peak_here);
 }
 
 TORCH_LIBRARY_IMPL(blockcp, CPU, m) {

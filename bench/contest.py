@@ -1,0 +1,145 @@
+"""Ours and torch's ways to attend, timed by turns on the same tensors."""
+
+import statistics
+import sys
+import time
+
+import table
+import torch
+import ways
+
+# A run of seconds needs no other one to warm it up, and counts.
+WARM = 1.0
+# A peer whose runs take longer than SLOW seconds starts no further one that would end after BUDGET seconds in all.
+SLOW, BUDGET = 3.0, 6.0
+# Only the best peer counts: one that takes so many times as long as another is not run again.
+DISTANT = 1.25
+# Of the norm of `out`. Roundings stay far below; one key too many or too few in a window of 1024 is 0.04.
+AGREE = {"fp32": 1e-3, "bf16": 1e-2}
+
+
+def status(text):
+    """What is going on, for people who watch; the next line overwrites it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
+
+
+class Runs:
+    """The seconds of one way in one pass."""
+
+    def __init__(self, name, run, repeat):
+        self.name, self.run, self.repeat = name, run, repeat
+        self.seconds = []
+
+    def go(self):
+        begin = time.perf_counter()
+        result = self.run()
+        self.seconds.append(time.perf_counter() - begin)
+        return result  # to be freed outside of the time
+
+    def warmed(self):
+        self.first = self.seconds[0]
+        if self.first < WARM:
+            self.seconds.clear()
+
+    @property
+    def median(self):
+        return statistics.median(self.seconds)
+
+    @property
+    def wants_more(self):
+        if len(self.seconds) >= self.repeat:
+            return False
+        slow = self.name != ways.OURS and self.seconds and self.median > SLOW
+        return not slow or sum(self.seconds) + self.median <= BUDGET
+
+
+class Contest:
+    """One problem with its tensors. Outputs of the forward pass are kept for the backward one."""
+
+    def __init__(self, problem, rows):
+        self.problem, self.rows = problem, rows
+        generator = torch.Generator().manual_seed(0)
+
+        def tensor(heads):
+            return torch.randn(1, heads, rows, problem.dim, generator=generator).to(ways.TYPES[problem.dtype])
+
+        self.inputs = [tensor(heads).requires_grad_() for heads in ways.three(problem)]
+        self.grad_out = tensor(problem.heads[0])
+        self.outs = {}
+        self.made = {}
+
+    def measure(self, direction, repeat, peers, peak):
+        """Runs of ours, and those of every peer that can take part. `peak` is in GFLOP/s."""
+        label = table.Case(self.problem, direction).name
+        runners = [self.warmed(ways.ours, ways.OURS, direction, repeat)]
+        for peer in peers:
+            status(f"{label}: preparing {peer}")
+            hopeless = peer == "mask" and self.mask_is_hopeless(direction, runners, peak)
+            runner = None if hopeless else self.warmed_peer(peer, direction, repeat)
+            runners += [runner] if runner else []
+        for turn in range(repeat):
+            status(f"{label}: run {turn + 1} of {repeat}")
+            for runner in runners:
+                if runner.wants_more and not self.is_distant(runner, runners[1:]):
+                    self.keep(runner.name, direction, runner.go())
+        return runners[0], runners[1:]
+
+    @staticmethod
+    def is_distant(runner, peers):
+        times = [peer.median for peer in peers if peer.seconds]
+        return runner in peers and bool(runner.seconds) and runner.median > DISTANT * min(times)
+
+    def keep(self, name, direction, result):
+        if direction == "forward" and result.requires_grad:
+            self.outs[name] = result
+
+    def mask_is_hopeless(self, direction, runners, peak):
+        """SDPA with a mask computes all rows by all rows: slower than another way even if it did so at the peak."""
+        p = self.problem
+        at_peak = table.FLOPS[direction] * p.heads[0] * p.dim * self.rows**2 / (peak * 1e9)
+        return any(at_peak > runner.first for runner in runners[1:])
+
+    def warmed_peer(self, peer, direction, repeat):
+        try:
+            return self.warmed(ways.PEERS[peer], peer, direction, repeat)
+        except RuntimeError as error:  # such as a compiler that is missing, or memory
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            name = table.Case(self.problem, direction).name
+            print(f"[bench] {peer} is left out of {name}, since it failed: {reason}", file=sys.stderr)
+        return None
+
+    def warmed(self, make, key, direction, repeat):
+        if key not in self.made:
+            self.made[key] = make(self.problem, self.rows)
+        way = self.made[key]
+        if way is None or (direction == "backward" and not way.has_backward):
+            return None
+        runs = Runs(way.name, self.run(way, direction), repeat)
+        result = runs.go()
+        runs.warmed()
+        if direction == "forward":
+            self.check_agreement(way.name, result)
+        self.keep(way.name, direction, result)
+        return runs
+
+    def run(self, way, direction):
+        if direction == "forward":
+            return lambda: way.attend(*self.inputs)
+        if way.name not in self.outs:
+            self.outs[way.name] = way.attend(*self.inputs)
+        out = self.outs[way.name]
+        return lambda: torch.autograd.grad(out, self.inputs, self.grad_out, retain_graph=True)
+
+    @torch.no_grad()
+    def check_agreement(self, name, out):
+        if name == ways.OURS:
+            return
+        ours = self.outs[ways.OURS]
+        error = ((out - ours).norm() / ours.norm()).item()
+        limit = AGREE[self.problem.dtype]
+        if not error <= limit:
+            raise ValueError(
+                f"[bench] all ways must compute the same, but out of {name} and ours differ by {error:.2g} of its norm "
+                f"({table.Case(self.problem, 'forward').name}, at most {limit:g}). One of them is wrong."
+            )
