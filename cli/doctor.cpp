@@ -32,6 +32,7 @@ std::vector<Peak> measure(const Machine& machine) {
   const auto peak = [&](std::string_view type, std::string_view instructions, Fma kind) {
     return Peak{type, instructions, fma_peak(*one, kind, Clock(0)), fma_peak(*all, kind, Clock(0))};
   };
+  if (machine.neon) return {peak("fp32", "NEON", Fma::fp32_neon), peak("fp64", "NEON", Fma::fp64_neon)};
   if (!machine.avx2) return {peak("fp64", "one at a time", Fma::scalar)};
   std::vector<Peak> peaks =
       machine.avx512 ? std::vector{peak("fp32", "AVX-512", Fma::fp32_avx512), peak("fp64", "AVX-512", Fma::fp64_avx512)}
@@ -44,8 +45,8 @@ void print_table(const Report& report) {
   const Machine& machine = report.machine;
   const auto yes = [](bool has) { return has ? "yes" : "no"; };
   fmt::print("cpu           {}, {} processor{}\n", machine.cpu, machine.processors, machine.processors == 1 ? "" : "s");
-  fmt::print("instructions  AVX2 with FMA: {}, AVX-512: {}, AVX-512 BF16: {}\n\n", yes(machine.avx2),
-             yes(machine.avx512), yes(machine.avx512_bf16));
+  fmt::print("instructions  AVX2 with FMA: {}, AVX-512: {}, AVX-512 BF16: {}, NEON: {}\n\n", yes(machine.avx2),
+             yes(machine.avx512), yes(machine.avx512_bf16), yes(machine.neon));
   const AttentionShape& shape = report.shape;
   fmt::print("kernels for {}, heads {}/{}, width {}/{}; * is chosen\n", name(shape.dtype), shape.q_heads,
              shape.kv_heads, shape.head_dim, shape.value_dim);
@@ -73,6 +74,7 @@ void print_json(const Report& report) {
         {"kv_heads", shape.kv_heads},
         {"head_dim", shape.head_dim},
         {"value_dim", shape.value_dim}}}};
+  json["instruction_sets"]["neon"] = machine.neon;
   for (const Kernel& kernel : all_kernels())
     json["kernels"].push_back({{"name", kernel.name}, {"why_not", kernel.why_not(shape, machine)}});
   json["chosen"] = report.chosen->name;

@@ -180,7 +180,8 @@ TEST_F(Cli, doctor_as_json_chooses_as_the_library_does) {
       EXPECT_EQ(json["kernels"][i]["name"], all_kernels()[i].name);
       EXPECT_EQ(json["kernels"][i]["why_not"], all_kernels()[i].why_not(shape, machine));
     }
-    EXPECT_EQ(json["peaks"].size(), machine.avx512_bf16 ? 3u : machine.avx2 ? 2u : 1u);
+    EXPECT_EQ(json["instruction_sets"]["neon"], machine.neon);
+    EXPECT_EQ(json["peaks"].size(), machine.avx512_bf16 ? 3u : machine.avx2 || machine.neon ? 2u : 1u);
     for (const Json& peak : json["peaks"]) {
       EXPECT_GT(peak["one_thread"].get<double>(), 0.1);
       EXPECT_GT(peak["all_threads"].get<double>(), 0.1);

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "blockcp/base/error.h"
+#include "blockcp/base/range.h"
 #include "blockcp/kernels/select.h"
 #include "kernel_problem.h"
 
@@ -21,10 +22,10 @@ const Machine& machine() {
 
 const Kernel& reference() { return select_kernel({}, machine(), "reference"); }
 
-std::vector<Kernel> kernels_here(bool fast_only = false) {
+std::vector<Kernel> kernels_here(bool fast_only = false, DType type = DType::f32) {
   std::vector<Kernel> kernels;
   for (const Kernel& kernel : all_kernels()) {
-    if (kernel.why_not({}, machine()).empty() && !(fast_only && kernel.name == std::string_view("reference"))) {
+    if (kernel.why_not({type}, machine()).empty() && !(fast_only && kernel.name == std::string_view("reference"))) {
       kernels.push_back(kernel);
     }
   }
@@ -62,6 +63,14 @@ void expect_same_bits(const Values& a, const Values& b, const char* what) {
   }
 }
 
+// The rows of k that row i of q sees.
+Range seen(const Document& d, int64_t i) {
+  const int64_t position = d.q_pos + i - d.q_row;
+  const int64_t begin = std::max(d.band.begin(position), d.k_pos) - d.k_pos + d.k_row;
+  const int64_t end = std::min(d.band.end(position), d.k_pos + d.k_count()) - d.k_pos + d.k_row;
+  return {begin, std::max(begin, end)};
+}
+
 // The formulas once more, dense and in fp32, to see how far fp32 can be trusted for this very problem. Dot products run
 // over columns upwards or downwards.
 Result dense_fp32(const Problem& p, const Result& given, bool upwards) {
@@ -76,10 +85,8 @@ Result dense_fp32(const Problem& p, const Result& given, bool upwards) {
     for (int64_t h = 0; h < s.q_heads; ++h) {
       const int64_t g = h / s.group();
       for (int64_t i = d.q_row; i < d.q_row + d.q_count; ++i) {
-        const int64_t position = d.q_pos + i - d.q_row;
-        const int64_t begin = std::max(d.band.begin(position), d.k_pos) - d.k_pos + d.k_row;
-        const int64_t end = std::min(d.band.end(position), d.k_pos + d.k_count()) - d.k_pos + d.k_row;
-        if (end <= begin) continue;
+        const auto [begin, end] = seen(d, i);
+        if (end == begin) continue;
         std::vector<float> scores;
         float top = -HUGE_VALF, sum = 0;
         for (int64_t j = begin; j < end; ++j) {
@@ -114,27 +121,59 @@ Result dense_fp32(const Problem& p, const Result& given, bool upwards) {
       }
     }
   }
-  if (size_of(s.dtype) == 2) {
-    double rounded = 0;
-    for (double& x : r.out.data) {
-      store(s.dtype, &rounded, 0, x);
-      x = load(s.dtype, &rounded, 0);
+  return r;
+}
+
+// For every element the sum of the sizes of the terms that it is summed from: a relative error of e in all weights or
+// products changes the element by about e times that. For lse, whose error is that of the weights, 1.
+Result sizes_of_terms(const Problem& p, const Result& exact) {
+  const AttentionShape& s = p.shape;
+  Result r{Values(p.q.rows, s.q_heads, s.value_dim), Values(p.q.rows, s.q_heads, 1, 1),
+           Values(p.q.rows, s.q_heads, 1),           Values(p.q.rows, s.q_heads, s.head_dim),
+           Values(p.k.rows, s.kv_heads, s.head_dim), Values(p.k.rows, s.kv_heads, s.value_dim)};
+  const auto add = [](Values& to, int64_t i, int64_t h, double factor, const Values& x, int64_t j, int64_t g) {
+    for (int64_t c = 0; c < x.width; ++c) to.at(i, h, c) += factor * std::fabs(x.at(j, g, c));
+  };
+  const auto dot = [](const Values& a, int64_t i, int64_t h, const Values& b, int64_t j, int64_t g, bool sizes) {
+    double sum = 0;
+    for (int64_t c = 0; c < a.width; ++c) {
+      const double term = a.at(i, h, c) * b.at(j, g, c);
+      sum += sizes ? std::fabs(term) : term;
+    }
+    return sum;
+  };
+  for (const Document& d : p.documents) {
+    for (int64_t h = 0; h < s.q_heads; ++h) {
+      const int64_t g = h / s.group();
+      for (int64_t i = d.q_row; i < d.q_row + d.q_count; ++i) {
+        const auto [begin, end] = seen(d, i);
+        std::vector<double> weights;
+        for (int64_t j = begin; j < end; ++j) {
+          weights.push_back(std::exp(p.scale * dot(p.q, i, h, p.k, j, g, false) - exact.lse.at(i, h)));
+          add(r.out, i, h, weights.back(), p.v, j, g);
+        }
+        r.delta.at(i, h) = dot(r.out, i, h, p.dout, i, h, true);
+        for (int64_t j = begin; j < end; ++j) {
+          const double weight = weights[static_cast<size_t>(j - begin)];
+          const double ds = std::fabs(p.scale) * weight * (dot(p.dout, i, h, p.v, j, g, true) + r.delta.at(i, h));
+          add(r.dq, i, h, ds, p.k, j, g);
+          add(r.dk, j, g, ds, p.q, i, h);
+          add(r.dv, j, g, weight, p.dout, i, h);
+        }
+      }
     }
   }
   return r;
 }
 
-// fp64: 1e-12. fp32: twice the error of the dense fp32 computation (the larger of two orders of summation, for one may
-// be lucky), plus 1e-6 of the largest value. 16 bits: 1.5 times
-// that error, plus 1e-3. Inputs are of size 1, and so are the terms that may cancel in a gradient: it is the least
-// size.
-void expect_close(DType type, const Values& value, const Values& exact, double dense_error, const char* what) {
-  const double top = std::max(largest(exact), 1.0);
-  const double allowed = type == DType::f64   ? 1e-12 * top
-                         : type == DType::f32 ? 2 * dense_error + 1e-6 * top
-                                              : 1.5 * dense_error + 1e-3 * top;
-  EXPECT_LE(difference(value, exact), allowed) << what << " (dense error " << dense_error << ", largest " << top << ")";
-}
+// How many roundings of unit 2^-24 a result may be off by, in sizes of its terms: 16 for exp, quotients and sums over
+// blocks, and (2 hops + 2) A, where A is the largest |lse|: rounding a score or an lse of size A changes it by up to
+// 2^-24 A, and a weight by that much relatively (a score far below the lse may be larger, but exp(s - lse) |s| <
+// |lse| + 1). Each merged call rounds its own lse and the merged one; backward takes a score and an lse once more.
+double roundings(const Result& exact, int hops) { return 16 + (2 * hops + 2) * largest(exact.lse); }
+
+// The unit of a 16-bit type.
+double storage_unit(DType type) { return type == DType::bf16 ? 0x1p-8 : type == DType::f16 ? 0x1p-11 : 0; }
 
 // The problem in double, as the reference computes it: the truth for any type.
 Result truth_of(const Problem& problem) {
@@ -143,24 +182,33 @@ Result truth_of(const Problem& problem) {
   return run(reference(), exact);
 }
 
+// fp64: 1e-12 of the size of terms. Others: twice the error of the dense fp32 computation (the larger of two orders of
+// summation, for one may be lucky), and of the size of terms the roundings above; for 16-bit inputs also the storage
+// type's unit once for each number that is rounded to it: P as an operand and the result in out, P in dv, dS in dq and
+// dk, whose sums stay fp32 here and whose delta is given. 2^-14 is the least normal number of fp16.
 void expect_all_right(const Problem& problem, Run how = {}) {
   const DType type = problem.shape.dtype;
-  const Result exact = truth_of(problem);
+  const Result exact = truth_of(problem), sizes = sizes_of_terms(problem, exact);
   const Result dense[] = {dense_fp32(problem, exact, true), dense_fp32(problem, exact, false)};
   how.forward_of = &exact;
-  for (const Kernel& kernel : kernels_here()) {
+  for (const Kernel& kernel : kernels_here(false, type)) {
     SCOPED_TRACE(kernel.name);
     const Result result = run(kernel, problem, how);
-    const auto check = [&](Values Result::*tensor, const char* what) {
-      const double error =
+    const auto check = [&](Values Result::*tensor, int stored, const char* what) {
+      const double size = largest(sizes.*tensor);
+      const double other =
           std::max(difference(dense[0].*tensor, exact.*tensor), difference(dense[1].*tensor, exact.*tensor));
-      expect_close(type, result.*tensor, exact.*tensor, error, what);
+      const double allowed = type == DType::f64 ? 1e-12 * size
+                                                : 2 * other + roundings(exact, 1) * 0x1p-24 * size +
+                                                      stored * storage_unit(type) * (size + 0x1p-14);
+      EXPECT_LE(difference(result.*tensor, exact.*tensor), allowed)
+          << what << " (dense error " << other << ", size of terms " << size << ")";
     };
-    check(&Result::out, "out");
-    check(&Result::lse, "lse");
-    check(&Result::dq, "dq");
-    check(&Result::dk, "dk");
-    check(&Result::dv, "dv");
+    check(&Result::out, 2, "out");
+    check(&Result::lse, 0, "lse");
+    check(&Result::dq, 1, "dq");
+    check(&Result::dk, 1, "dk");
+    check(&Result::dv, 1, "dv");
   }
 }
 
@@ -225,7 +273,7 @@ TEST_P(KernelTypes, KE_07_same_bits_in_any_place_on_any_threads) {
   const uint64_t seed = fresh_seed();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
-  for (const Kernel& kernel : kernels_here(true)) {
+  for (const Kernel& kernel : kernels_here(true, GetParam())) {
     SCOPED_TRACE(kernel.name);
     const Problem problem(random, {GetParam(), 4, 2, 40, 24}, causal({300, 1, 70, 513}));
     const Result plain = run(kernel, problem);
@@ -259,7 +307,7 @@ TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
   for (const int64_t window : {int64_t{37}, int64_t{300}, Band::kUnbounded}) {
     const int64_t rows = 700;
     const Problem whole(random, {GetParam(), 3, 1, 24, 33}, causal({rows}, window));
-    for (const Kernel& kernel : kernels_here(true)) {
+    for (const Kernel& kernel : kernels_here(true, GetParam())) {
       SCOPED_TRACE(testing::Message() << kernel.name << " window " << window);
       const Result expected = run(kernel, whole);
       for (int n = 0; n < 3; ++n) {
@@ -351,7 +399,7 @@ TEST_P(KernelTypes, poison_stays_where_it_is) {
   const uint64_t seed = fresh_seed();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
-  for (const Kernel& kernel : kernels_here()) {
+  for (const Kernel& kernel : kernels_here(false, GetParam())) {
     for (int n = 0; n < 6; ++n) {
       SCOPED_TRACE(kernel.name);
       const int64_t rows = 2 + up_to(random, 300), window = up_to(random, 1) ? 1 + up_to(random, 40) : Band::kUnbounded;
@@ -405,11 +453,16 @@ TEST_P(KernelTypes, poison_stays_where_it_is) {
 
 // Keys in two calls, merged, are the keys in one.
 TEST_P(KernelTypes, merge_of_two_calls) {
-  std::mt19937_64 random(fresh_seed());
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
   const int64_t rows = 290, cut = 130;
   const Problem whole(random, {GetParam(), 4, 2, 24, 16}, causal({rows}));
-  const Result exact = truth_of(whole);
-  for (const Kernel& kernel : kernels_here()) {
+  const Result exact = truth_of(whole), sizes = sizes_of_terms(whole, exact);
+  // P may be rounded to the storage type as an operand; the dot product of 24 terms in a score costs 24 roundings more.
+  const double unit = GetParam() == DType::f64 ? 0x1p-53 : 0x1p-24;
+  const double allowed = (roundings(exact, 2) + 24) * unit;
+  for (const Kernel& kernel : kernels_here(false, GetParam())) {
     SCOPED_TRACE(kernel.name);
     Problem first = whole, second = whole;
     first.documents[0].pieces = {cut};
@@ -418,9 +471,8 @@ TEST_P(KernelTypes, merge_of_two_calls) {
     const Result nothing{Values(rows, 4, 16), Values(rows, 4, 1, -kInfinity), {}, {}, {}, {}};
     const Result one = run(kernel, first, {.merge = true, .start = &nothing});
     const Result both = run(kernel, second, {.place = {2, 1, 1, true}, .threads = 2, .merge = true, .start = &one});
-    const double allowed = GetParam() == DType::f64 ? 1e-13 : 3e-6;
-    EXPECT_LE(difference(both.out, exact.out), allowed);
-    EXPECT_LE(difference(both.lse, exact.lse), allowed * 10);
+    EXPECT_LE(difference(both.out, exact.out), (allowed + storage_unit(GetParam())) * largest(sizes.out));
+    EXPECT_LE(difference(both.lse, exact.lse), allowed);
   }
 }
 
@@ -516,7 +568,7 @@ TEST(CasesKernel, KN_07_odd_documents_alone_and_together) {
   std::mt19937_64 random(fresh_seed());
   const std::vector<int64_t> lengths = {128, 128, 128, 159, 57};
   const Problem together(random, {DType::bf16, 2, 2, 80, 80}, causal(lengths));
-  for (const Kernel& kernel : kernels_here(true)) {
+  for (const Kernel& kernel : kernels_here(true, DType::bf16)) {
     SCOPED_TRACE(kernel.name);
     const Result all = run(kernel, together);
     int64_t row = 0;
@@ -542,7 +594,7 @@ TEST(CasesKernel, KN_09_logits_of_a_million) {
       problem.scale = 1;
       for (double& x : problem.q.data) x = type == DType::bf16 ? -1000 : -1000;
       for (double& x : problem.k.data) x = k;
-      for (const Kernel& kernel : kernels_here()) {
+      for (const Kernel& kernel : kernels_here(false, type)) {
         SCOPED_TRACE(kernel.name);
         const Result result = run(kernel, problem);
         expect_column(result.out, {0, .5, 1, 1.5, 4, 4.5, 5, 5.5}, type == DType::f64 ? 1e-12 : 1e-5);
@@ -777,9 +829,17 @@ TEST(Kernels, nothing_to_do) {
   }
 }
 
+// Runs anywhere that the build is for; on 64-bit ARM that is vector code.
+#if defined(__aarch64__)
+const std::string kBaseline = "cpu_neon";
+#else
+const std::string kBaseline = "cpu_baseline";
+#endif
+
 TEST(Kernels, selection) {
   Machine none;
-  EXPECT_STREQ(select_kernel({}, none).name, "cpu_baseline");
+  EXPECT_EQ(select_kernel({}, none).name, kBaseline);
+  EXPECT_EQ(machine().neon, kBaseline == "cpu_neon");
   EXPECT_STREQ(select_kernel({}, none, "reference").name, "reference");
   EXPECT_STREQ(select_kernel({}, machine(), "cpu").name, select_kernel({}, machine()).name);
   try {
@@ -793,7 +853,8 @@ TEST(Kernels, selection) {
     select_kernel({}, none, "gpu");
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("cpu_avx2, cpu_baseline, reference"), std::string::npos) << error.what();
+    const std::string names = "cpu_avx2, " + kBaseline + ", reference";
+    EXPECT_NE(std::string(error.what()).find(names), std::string::npos) << error.what();
   }
 }
 

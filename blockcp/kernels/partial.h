@@ -29,8 +29,8 @@ Shares<T> shares(T mine, T other) {
   if (other == Partial<T>::kNothing) return {1, 0, mine};
   if (mine == Partial<T>::kNothing) return {0, 1, other};
   const T top = std::max(mine, other);
-  const T lse = top + std::log(std::exp(mine - top) + std::exp(other - top));
-  return {std::exp(mine - lse), std::exp(other - lse), lse};
+  const T of_mine = std::exp(mine - top), of_other = std::exp(other - top), both = of_mine + of_other;
+  return {of_mine / both, of_other / both, top + std::log(both)};  // not exp(mine - lse), which has the rounding of lse
 }
 
 template <class T>

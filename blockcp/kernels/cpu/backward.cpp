@@ -22,20 +22,22 @@ struct Item {
 };
 
 // Memory of one thread.
-template <class T>
+template <class E>
 struct Scratch {
+  using T = Sum<E>;
+
   explicit Scratch(const Sizes& sizes)
-      : k(sizes.key_block, sizes.key_width),
-        v(sizes.key_block, sizes.value_width),
+      : k(sizes.key_block, sizes.key_depth),
+        v(sizes.key_block, sizes.value_depth),
+        q(sizes.tile_rows, sizes.key_depth),
+        dout(sizes.tile_rows, sizes.value_depth),
         dk(sizes.key_block, sizes.key_width),
         dv(sizes.key_block, sizes.value_width),
-        q(sizes.tile_rows, sizes.key_width),
-        dout(sizes.tile_rows, sizes.value_width),
         dq(sizes.tile_rows, sizes.key_width),
         p(sizes.tile_rows, sizes.key_block),
         ds(sizes.tile_rows, sizes.key_block),
-        k_panels(sizes.key_block * sizes.key_width),
-        v_panels(sizes.key_block * sizes.value_width),
+        k_panels(sizes.key_block * sizes.key_depth),
+        v_panels(sizes.key_block * sizes.value_depth),
         numbers(3 * sizes.tile_rows),
         tile_rows(sizes.tile_rows),
         ones(static_cast<size_t>(std::max(sizes.tile_rows, sizes.key_block)), T{1}),
@@ -45,15 +47,48 @@ struct Scratch {
         end_row(static_cast<size_t>(sizes.key_block)) {
     // Nothing may be allocated between the first item and the last: others wait for a thread's items.
     spans.reserve(static_cast<size_t>(3 * sizes.tile_rows + 4 * sizes.key_block));
+    if constexpr (kTerms<E> != 1) {
+      k_pairs = PackedBuffer<E>(sizes.key_block / kTerms<E>, sizes.key_width);
+      q_pairs = PackedBuffer<E>(sizes.tile_rows / kTerms<E>, sizes.key_width);
+      dout_pairs = PackedBuffer<E>(sizes.tile_rows / kTerms<E>, sizes.value_width);
+      ds_rows = PackedBuffer<E>(sizes.tile_rows, sizes.key_block / kTerms<E>);
+    }
   }
 
-  BackwardKeys<T> keys(int64_t count) const { return {count, k, k_panels.get(), v_panels.get(), dk, dv, ones.data()}; }
+  BackwardKeys<E> keys(int64_t count) const {
+    return {count, of_terms(k, k_pairs), k_panels.get(), v_panels.get(), dk, dv, ones.data()};
+  }
+  BackwardTile<E> tile(int64_t rows, const Factors<E>& factors) {
+    return {.rows = rows,
+            .q = q,
+            .dout = dout,
+            .q_terms = of_terms(q, q_pairs),
+            .dout_terms = of_terms(dout, dout_pairs),
+            .p = p,
+            .ds = ds,
+            .ds_rows = ds_of_rows(),
+            .score_factor = factors.score,
+            .ds_factor = factors.ds,
+            .lse = lse(),
+            .delta = delta(),
+            .through = through(),
+            .ahead = &ahead};
+  }
+  static const PackedBuffer<E>& of_terms(const PackedBuffer<E>& rows, const PackedBuffer<E>& pairs) {
+    return kTerms<E> == 1 ? rows : pairs;
+  }
+  Packed<E> ds_of_rows() const {
+    if constexpr (kTerms<E> == 1) return ds;
+    return ds_rows;
+  }
   T* lse() const { return numbers.get(); }
   T* delta() const { return numbers.get() + tile_rows; }
   T* through() const { return numbers.get() + 2 * tile_rows; }
 
-  PackedBuffer<T> k, v, dk, dv, q, dout, dq, p, ds;
-  Buffer<T> k_panels, v_panels, numbers;
+  PackedBuffer<E> k, v, q, dout, k_pairs, q_pairs, dout_pairs, ds_rows;
+  PackedBuffer<T> dk, dv, dq, p, ds;
+  Buffer<E> k_panels, v_panels;
+  Buffer<T> numbers;
   int64_t tile_rows;
   std::vector<T> ones;
   std::vector<int32_t> first_key, end_key, first_row, end_row;
@@ -107,18 +142,19 @@ class SharedKeys {
   std::vector<std::vector<int32_t>> before_;
 };
 
-template <class T>
+template <class E>
 class Backward {
  public:
-  Backward(const BackwardArgs& args, const Isa<T>& isa)
+  Backward(const BackwardArgs& args, const Isa<E>& isa)
       : args_(args),
         isa_(isa),
+        factors_(Factors<E>::of(args.scale)),
         sizes_(sizes_of(args.shape, isa)),
         shared_(args.blocks, sizeof(T)),
         finished_(args.blocks.size() * static_cast<size_t>(args.shape.kv_heads)) {
     plan_items();
     const auto threads = static_cast<size_t>(args.parallel->threads());
-    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<T>>(sizes_));
+    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_));
   }
 
   void run() {
@@ -128,6 +164,8 @@ class Backward {
   }
 
  private:
+  using T = Sum<E>;
+
   void plan_items() {
     for (size_t b = 0; b < args_.blocks.size(); ++b) {
       const KeyGrid grid(args_.blocks[b], sizes_.key_block);
@@ -145,7 +183,7 @@ class Backward {
     return finished_[static_cast<size_t>(block * args_.shape.kv_heads + kv_head)];
   }
 
-  void run_item(size_t index, Scratch<T>& scratch) {
+  void run_item(size_t index, Scratch<E>& scratch) {
     const Item& item = items_[index];
     const AttentionBlock& block = args_.blocks[static_cast<size_t>(item.block)];
     const KeyGrid grid(block, sizes_.key_block);
@@ -161,15 +199,21 @@ class Backward {
   }
 
   // Returns how many keys of the block are filled, from its start on.
-  int64_t pack_block(const KeyGrid& grid, const Item& item, Scratch<T>& scratch) {
+  int64_t pack_block(const KeyGrid& grid, const Item& item, Scratch<E>& scratch) {
     const DType type = args_.shape.dtype;
-    const Range filled = pack_keys(isa_, grid, item.key_block, sizes_.key_block, type, &KeyRows::k, item.kv_head,
-                                   sizes_.head_dim, Packed<T>(scratch.k));
-    pack_keys(isa_, grid, item.key_block, sizes_.key_block, type, &KeyRows::v, item.kv_head, sizes_.value_dim,
-              Packed<T>(scratch.v));
-    make_panels(isa_, Packed<T>(scratch.k), filled, sizes_.key_width, scratch.k_panels.get());
-    make_panels(isa_, Packed<T>(scratch.v), filled, sizes_.value_width, scratch.v_panels.get());
-    multiply(below(Packed<T>(scratch.k), filled.begin), filled.size(), static_cast<T>(args_.scale));
+    const Packed<E> k = scratch.k, v = scratch.v;
+    const auto pack_rows = [&](Rows KeyRows::*which, int64_t width, Packed<E> dst) {
+      return pack_keys(isa_, grid, item.key_block, sizes_.key_block, type, which, item.kv_head, width, T{1}, dst);
+    };
+    const Range filled = pack_rows(&KeyRows::k, sizes_.head_dim, k);
+    pack_rows(&KeyRows::v, sizes_.value_dim, v);
+    make_panels(isa_, k, filled, sizes_.key_depth, scratch.k_panels.get());
+    make_panels(isa_, v, filled, sizes_.value_depth, scratch.v_panels.get());
+    if constexpr (kTerms<E> == 1) {
+      multiply(below(k, filled.begin), filled.size(), factors_.k);
+    } else {
+      pair_rows(isa_, k, filled, sizes_.key_width, Packed<E>(scratch.k_pairs));
+    }
     for (int64_t i = 0; i < filled.end; ++i) {
       std::fill_n(scratch.dk.row(i), sizes_.key_width, T{0});
       std::fill_n(scratch.dv.row(i), sizes_.value_width, T{0});
@@ -179,7 +223,9 @@ class Backward {
 
   // Rows of keys, or of their gradients, times a factor, in place.
   void multiply(Packed<T> rows, int64_t count, T factor) const {
-    isa_.pack({sizeof(T) == 8 ? DType::f64 : DType::f32, rows.data, rows.ld, 1}, count, sizes_.head_dim, factor, rows);
+    if (factor == 1) return;
+    isa_.pack_sums({sizeof(T) == 8 ? DType::f64 : DType::f32, rows.data, rows.ld, 1}, count, sizes_.head_dim, factor,
+                   rows);
   }
 
   TileRows tile_rows(const AttentionBlock& block, int64_t kv_head, int64_t begin) const {
@@ -190,7 +236,7 @@ class Backward {
   // While a tile is worked on, its dq is fetched, and the next tile's rows; or, after the last, where dk and dv go, and
   // what this thread will probably work on next: as many items further on as there are threads.
   void look_ahead(size_t index, const AttentionBlock& block, const KeyGrid& grid, const TileRows& rows,
-                  Scratch<T>& scratch) const {
+                  Scratch<E>& scratch) const {
     const Item& item = items_[index];
     const DType sums = accumulator(args_.shape.dtype);
     auto& spans = scratch.spans;
@@ -227,7 +273,7 @@ class Backward {
   }
 
   // Which keys of the block each row of the tile sees; false if none does.
-  bool find_keys(const TileRows& tile, const KeyGrid& grid, int64_t key_block, Scratch<T>& scratch) const {
+  bool find_keys(const TileRows& tile, const KeyGrid& grid, int64_t key_block, Scratch<E>& scratch) const {
     const int64_t from = key_block * sizes_.key_block;
     Range seen;
     int64_t last_row = -1;
@@ -244,7 +290,7 @@ class Backward {
   }
 
   // Which rows see each key: from the first whose range ends behind the key to the last whose range begins before.
-  static void find_rows(int64_t rows, int64_t keys, Scratch<T>& scratch) {
+  static void find_rows(int64_t rows, int64_t keys, Scratch<E>& scratch) {
     int32_t first = 0, end = 0;
     for (int32_t key = 0; key < keys; ++key) {
       while (first < rows && scratch.end_key[static_cast<size_t>(first)] <= key) ++first;
@@ -255,12 +301,11 @@ class Backward {
   }
 
   void run_tile(size_t index, const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, int64_t key_count,
-                Scratch<T>& scratch) {
+                Scratch<E>& scratch) {
     const bool any = find_keys(rows, grid, items_[index].key_block, scratch);
     const Seen seen{scratch.first_key.data(), scratch.end_key.data(), scratch.first_row.data(), scratch.end_row.data()};
-    const BackwardTile<T> tile{rows.count,    scratch.q,       scratch.dout,      scratch.p,     scratch.ds,
-                               scratch.lse(), scratch.delta(), scratch.through(), &scratch.ahead};
-    const BackwardKeys<T> keys = scratch.keys(key_count);
+    const BackwardTile<E> tile = scratch.tile(rows.count, factors_);
+    const BackwardKeys<E> keys = scratch.keys(key_count);
     if (any) {
       find_rows(rows.count, key_count, scratch);
       pack_rows(rows, block, scratch);
@@ -274,10 +319,15 @@ class Backward {
     passed_[index].store(rows.begin + 1, std::memory_order_release);
   }
 
-  void pack_rows(const TileRows& rows, const AttentionBlock& block, Scratch<T>& scratch) {
+  void pack_rows(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch) {
     const DType type = args_.shape.dtype;
-    pack_tile(isa_, rows, type, block.q, sizes_.head_dim, score_factor<T>(args_.scale), Packed<T>(scratch.q));
-    pack_tile(isa_, rows, type, block.dout, sizes_.value_dim, T{1}, Packed<T>(scratch.dout));
+    const Packed<E> q = scratch.q, dout = scratch.dout;
+    pack_tile(isa_, rows, type, block.q, sizes_.head_dim, factors_.q, q);
+    pack_tile(isa_, rows, type, block.dout, sizes_.value_dim, T{1}, dout);
+    if constexpr (kTerms<E> != 1) {
+      pair_rows(isa_, q, {0, rows.count}, sizes_.key_width, Packed<E>(scratch.q_pairs));
+      pair_rows(isa_, dout, {0, rows.count}, sizes_.value_width, Packed<E>(scratch.dout_pairs));
+    }
     rows.each([&](int64_t r, int64_t row, int64_t head) {
       const T lse = number<T>(block.lse, row, head);
       // A row without weights: relative to infinity all of them are 0.
@@ -287,16 +337,18 @@ class Backward {
     });
   }
 
-  void add_dq(const TileRows& rows, const AttentionBlock& block, const Seen& seen, const BackwardKeys<T>& keys,
-              const BackwardTile<T>& tile, Scratch<T>& scratch) {
+  void add_dq(const TileRows& rows, const AttentionBlock& block, const Seen& seen, const BackwardKeys<E>& keys,
+              const BackwardTile<E>& tile, Scratch<E>& scratch) {
     const DType sums = accumulator(args_.shape.dtype);
     const Packed<T> dq = scratch.dq;
-    pack_tile(isa_, rows, sums, block.dq, sizes_.head_dim, T{1}, dq);
+    rows.each_run(sums, block.dq, [&](int64_t r, int64_t count, const Strided& src) {
+      isa_.pack_sums(src, count, sizes_.head_dim, T{1}, below(dq, r));
+    });
     isa_.backward_dq(sizes_, seen, keys, tile, dq);
     unpack_tile(isa_, rows, dq, scratch.ones.data(), sizes_.head_dim, sums, block.dq);
   }
 
-  void add_key_gradients(const KeyGrid& grid, const Item& item, Scratch<T>& scratch) {
+  void add_key_gradients(const KeyGrid& grid, const Item& item, Scratch<E>& scratch) {
     for (const int32_t before : shared_.before(static_cast<size_t>(item.block))) {
       const int64_t items = KeyGrid(args_.blocks[static_cast<size_t>(before)], sizes_.key_block).count();
       wait_until([&] { return finished(before, item.kv_head).load(std::memory_order_acquire) == items; });
@@ -304,7 +356,7 @@ class Backward {
     const DType sums = accumulator(args_.shape.dtype);
     const int64_t from = item.key_block * sizes_.key_block;
     const Range held = grid.held(item.key_block);
-    multiply(below(Packed<T>(scratch.dk), held.begin - from), held.size(), static_cast<T>(1 / kLog2E));
+    multiply(below(Packed<T>(scratch.dk), held.begin - from), held.size(), factors_.dk);
     grid.each_run(item.key_block, [&](int64_t r, const KeyRows& piece, int64_t row, int64_t count) {
       isa_.add(below(Packed<T>(scratch.dk), r), count, sizes_.head_dim,
                at(sums, piece.dk, row, item.kv_head, piece.dk.row));
@@ -315,23 +367,25 @@ class Backward {
   }
 
   const BackwardArgs& args_;
-  const Isa<T>& isa_;
+  const Isa<E>& isa_;
+  const Factors<E> factors_;
   const Sizes sizes_;
   const SharedKeys shared_;
   std::vector<Item> items_;
   std::vector<std::atomic<int64_t>> passed_;    // per item: one more than the first row of the last tile it has passed
   std::vector<std::atomic<int64_t>> finished_;  // per block and KV head: key blocks whose dk and dv are added
-  std::vector<std::unique_ptr<Scratch<T>>> scratch_;
+  std::vector<std::unique_ptr<Scratch<E>>> scratch_;
 };
 
 }  // namespace
 
-template <class T>
-void run_backward(const BackwardArgs& args, const Isa<T>& isa) {
-  Backward<T>(args, isa).run();
+template <class E>
+void run_backward(const BackwardArgs& args, const Isa<E>& isa) {
+  Backward<E>(args, isa).run();
 }
 
 template void run_backward(const BackwardArgs&, const Isa<float>&);
 template void run_backward(const BackwardArgs&, const Isa<double>&);
+template void run_backward(const BackwardArgs&, const Isa<Pair>&);
 
 }  // namespace blockcp::cpu

@@ -7,13 +7,13 @@
 namespace blockcp::cpu {
 
 // Keys per block of the grid. Part of the same-bits rule, so it depends on widths, type and instruction set alone.
-template <class T>
-Sizes sizes_of(const AttentionShape& shape, const Isa<T>& isa);
+template <class E>
+Sizes sizes_of(const AttentionShape& shape, const Isa<E>& isa);
 
-template <class T>
-void run_forward(const ForwardArgs& args, const Isa<T>& isa);
+template <class E>
+void run_forward(const ForwardArgs& args, const Isa<E>& isa);
 
-template <class T>
-void run_backward(const BackwardArgs& args, const Isa<T>& isa);
+template <class E>
+void run_backward(const BackwardArgs& args, const Isa<E>& isa);
 
 }  // namespace blockcp::cpu

@@ -24,20 +24,20 @@ struct Item {
 };
 
 // Packed key blocks of one unit at a time.
-template <class T>
+template <class E>
 class Slot {
  public:
   Slot(const Sizes& sizes, int64_t blocks)
-      : panel_size_(sizes.key_block * sizes.key_width),
-        value_ld_(PackedBuffer<T>::leading(sizes.value_width)),
-        key_block_(sizes.key_block),
+      : panel_size_(sizes.key_block * sizes.key_depth),
+        value_rows_(sizes.key_block / kTerms<E>),
+        value_ld_(PackedBuffer<E>::leading(sizes.value_width)),
         panels_(blocks * panel_size_),
-        values_(blocks * key_block_ * value_ld_),
+        values_(blocks * value_rows_ * value_ld_),
         states_(static_cast<size_t>(blocks)) {}
 
   static int64_t bytes_of_block(const Sizes& sizes) {
-    return sizes.key_block * (sizes.key_width + PackedBuffer<T>::leading(sizes.value_width)) *
-           static_cast<int64_t>(sizeof(T));
+    return sizes.key_block *
+           (sizes.key_depth + PackedBuffer<E>::leading(sizes.value_width) / kTerms<E>)*static_cast<int64_t>(sizeof(E));
   }
 
   // Waits until the units before have left.
@@ -46,13 +46,13 @@ class Slot {
   }
   void leave() { finished_.fetch_add(1, std::memory_order_release); }
 
-  T* panels(int64_t block) const { return panels_.get() + block * panel_size_; }
-  Packed<T> values(int64_t block) const { return {values_.get() + block * key_block_ * value_ld_, value_ld_}; }
+  E* panels(int64_t block) const { return panels_.get() + block * panel_size_; }
+  Packed<E> values(int64_t block) const { return {values_.get() + block * value_rows_ * value_ld_, value_ld_}; }
 
   // What the products with a block will read, but for its panels, with which they begin; and the next one's panels.
   void append_spans(int64_t block, bool next, std::vector<Ahead::Span>& spans) const {
-    const auto bytes = [](int64_t count) { return count * static_cast<int64_t>(sizeof(T)); };
-    spans.push_back({reinterpret_cast<const char*>(values(block).data), bytes(key_block_ * value_ld_)});
+    const auto bytes = [](int64_t count) { return count * static_cast<int64_t>(sizeof(E)); };
+    spans.push_back({reinterpret_cast<const char*>(values(block).data), bytes(value_rows_ * value_ld_)});
     if (next) spans.push_back({reinterpret_cast<const char*>(panels(block + 1)), bytes(panel_size_)});
   }
 
@@ -70,20 +70,22 @@ class Slot {
   }
 
  private:
-  int64_t panel_size_, value_ld_, key_block_;
-  Buffer<T> panels_, values_;
+  int64_t panel_size_, value_rows_, value_ld_;
+  Buffer<E> panels_, values_;
   std::vector<std::atomic<int64_t>> states_;
   alignas(kAlignment) std::atomic<int64_t> finished_{0};
 };
 
 // Memory of one thread.
-template <class T>
+template <class E>
 struct Scratch {
+  using T = Sum<E>;
+
   explicit Scratch(const Sizes& sizes)
-      : q(sizes.tile_rows, sizes.key_width),
+      : q(sizes.tile_rows, sizes.key_depth),
+        key_rows(sizes.key_block, std::max(sizes.key_depth, sizes.value_depth)),
         weights(sizes.tile_rows, sizes.key_block),
         out(sizes.tile_rows, sizes.value_width),
-        key_rows(sizes.key_block, sizes.key_width),
         before(1, sizes.value_width),
         numbers(4 * sizes.tile_rows),
         seen(static_cast<size_t>(sizes.tile_rows)),
@@ -100,23 +102,25 @@ struct Scratch {
     spans.reserve(static_cast<size_t>(2 * sizes.tile_rows + 2 * sizes.key_block + 2));
     next_spans.reserve(spans.capacity());
   }
-  PackedBuffer<T> q, weights, out, key_rows, before;
+  PackedBuffer<E> q, key_rows;
+  PackedBuffer<T> weights, out, before;
   Buffer<T> numbers;
   T* factor;
-  ForwardTile<T> tile;
+  ForwardTile<E> tile;
   std::vector<Range> seen;  // of each row, in positions
   std::vector<int32_t> first_key, end_key;
   std::vector<Ahead::Span> spans, next_spans;
 };
 
-template <class T>
+template <class E>
 class Forward {
  public:
-  Forward(const ForwardArgs& args, const Isa<T>& isa) : args_(args), isa_(isa), sizes_(sizes_of(args.shape, isa)) {
+  Forward(const ForwardArgs& args, const Isa<E>& isa)
+      : args_(args), isa_(isa), factors_(Factors<E>::of(args.scale)), sizes_(sizes_of(args.shape, isa)) {
     plan_items();
     const auto threads = static_cast<size_t>(args.parallel->threads());
-    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<T>>(sizes_));
-    for (size_t i = 0; i < slot_count(); ++i) slots_.push_back(std::make_unique<Slot<T>>(sizes_, most_blocks_));
+    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_));
+    for (size_t i = 0; i < slot_count(); ++i) slots_.push_back(std::make_unique<Slot<E>>(sizes_, most_blocks_));
   }
 
   void run() {
@@ -126,10 +130,12 @@ class Forward {
   }
 
  private:
+  using T = Sum<E>;
+
   // One more than threads, so that none waits for another's last tile, but few if documents are very long.
   size_t slot_count() const {
     constexpr int64_t kMostBytes = int64_t{1} << 28;
-    const int64_t bytes = most_blocks_ * Slot<T>::bytes_of_block(sizes_);
+    const int64_t bytes = most_blocks_ * Slot<E>::bytes_of_block(sizes_);
     const int64_t most = std::max<int64_t>(2, kMostBytes / std::max<int64_t>(bytes, 1));
     return static_cast<size_t>(
         std::min({static_cast<int64_t>(units_.size()), int64_t{args_.parallel->threads()} + 1, most}));
@@ -176,12 +182,12 @@ class Forward {
     }
   }
 
-  void run_item(size_t index, Scratch<T>& scratch) {
+  void run_item(size_t index, Scratch<E>& scratch) {
     const Item& item = items_[index];
     const Unit& unit = units_[static_cast<size_t>(item.unit)];
     const AttentionBlock& block = args_.blocks[static_cast<size_t>(unit.block)];
     const KeyGrid grid(block, sizes_.key_block);
-    Slot<T>& slot = *slots_[static_cast<size_t>(item.unit) % slots_.size()];
+    Slot<E>& slot = *slots_[static_cast<size_t>(item.unit) % slots_.size()];
     slot.enter(unit.slot_items);
     // Threads take turns, so that this one's next item is probably as many further on as there are threads.
     const size_t next = index + scratch_.size();
@@ -197,8 +203,8 @@ class Forward {
     slot.leave();
   }
 
-  void run_tile(int64_t unit, int64_t index, const AttentionBlock& block, const KeyGrid& grid, Slot<T>& slot,
-                Scratch<T>& scratch) {
+  void run_tile(int64_t unit, int64_t index, const AttentionBlock& block, const KeyGrid& grid, Slot<E>& slot,
+                Scratch<E>& scratch) {
     const int64_t kv_head = units_[static_cast<size_t>(unit)].kv_head;
     const TileRows rows = tile_rows(block, kv_head, index);
     start(rows, block, grid, scratch);
@@ -242,10 +248,11 @@ class Forward {
     cpu::append_spans(grid, grid.first(), type, &KeyRows::v, unit.kv_head, sizes_.value_dim, spans);
   }
 
-  void start(const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, Scratch<T>& scratch) {
-    ForwardTile<T>& tile = scratch.tile;
+  void start(const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, Scratch<E>& scratch) {
+    ForwardTile<E>& tile = scratch.tile;
     tile.rows = rows.count;
-    pack_tile(isa_, rows, args_.shape.dtype, block.q, sizes_.head_dim, score_factor<T>(args_.scale), tile.q);
+    tile.score_factor = factors_.score;
+    pack_tile(isa_, rows, args_.shape.dtype, block.q, sizes_.head_dim, factors_.q, tile.q);
     Range seen;
     int64_t last_row = -1;
     rows.each([&](int64_t r, int64_t row, int64_t) {
@@ -258,7 +265,7 @@ class Forward {
     });
   }
 
-  Seen seen_in(int64_t block, int64_t rows, Scratch<T>& scratch) const {
+  Seen seen_in(int64_t block, int64_t rows, Scratch<E>& scratch) const {
     const int64_t from = block * sizes_.key_block;
     for (size_t r = 0; r < static_cast<size_t>(rows); ++r) {
       scratch.first_key[r] =
@@ -268,20 +275,23 @@ class Forward {
     return {scratch.first_key.data(), scratch.end_key.data(), nullptr, nullptr};
   }
 
-  void pack_block(const KeyGrid& grid, int64_t block, int64_t kv_head, Slot<T>& slot, Scratch<T>& scratch) {
+  void pack_block(const KeyGrid& grid, int64_t block, int64_t kv_head, Slot<E>& slot, Scratch<E>& scratch) {
     const DType type = args_.shape.dtype;
-    const Range filled = pack_keys(isa_, grid, block, sizes_.key_block, type, &KeyRows::k, kv_head, sizes_.head_dim,
-                                   Packed<T>(scratch.key_rows));
-    make_panels(isa_, Packed<T>(scratch.key_rows), filled, sizes_.key_width, slot.panels(block - grid.first()));
-    pack_keys(isa_, grid, block, sizes_.key_block, type, &KeyRows::v, kv_head, sizes_.value_dim,
-              slot.values(block - grid.first()));
+    const Packed<E> rows = scratch.key_rows, values = slot.values(block - grid.first());
+    const auto pack_rows = [&](Rows KeyRows::*which, int64_t width, Packed<E> dst) {
+      return pack_keys(isa_, grid, block, sizes_.key_block, type, which, kv_head, width, T{1}, dst);
+    };
+    const Range filled = pack_rows(&KeyRows::k, sizes_.head_dim, rows);
+    make_panels(isa_, rows, filled, sizes_.key_depth, slot.panels(block - grid.first()));
+    pack_rows(&KeyRows::v, sizes_.value_dim, kTerms<E> == 1 ? values : rows);
+    if constexpr (kTerms<E> != 1) pair_rows(isa_, rows, filled, sizes_.value_width, values);
   }
 
   // In double: a rounding of the large part would outweigh the small one.
   static T natural_lse(double top, double sum) { return static_cast<T>(top / kLog2E + std::log(sum)); }
 
-  void finish(const TileRows& rows, const AttentionBlock& block, Scratch<T>& scratch) {
-    const ForwardTile<T>& tile = scratch.tile;
+  void finish(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch) {
+    const ForwardTile<E>& tile = scratch.tile;
     rows.each([&](int64_t r, int64_t row, int64_t head) {
       T& lse = number<T>(block.lse, row, head);
       Partial<T> mine{{}, tile.sum[r] == 0 ? Partial<T>::kNothing : natural_lse(tile.top[r], tile.sum[r])};
@@ -294,55 +304,60 @@ class Forward {
   }
 
   // The row's result so far is merged into the tile, which then holds both and needs no factor any more.
-  void merge_row(const TileRows& rows, int64_t r, const AttentionBlock& block, Scratch<T>& scratch, Partial<T>& mine,
+  void merge_row(const TileRows& rows, int64_t r, const AttentionBlock& block, Scratch<E>& scratch, Partial<T>& mine,
                  T lse_before) {
     const auto width = static_cast<size_t>(sizes_.value_width);
     mine.out = {scratch.tile.out.row(r), width};
     for (T& x : mine.out) x *= scratch.factor[r];
     scratch.factor[r] = 1;
     const Packed<T> before = scratch.before;
-    isa_.pack(at(accumulator(args_.shape.dtype), block.out, rows.row(r), rows.head(r), 0), 1, sizes_.value_dim, T{1},
-              before);
+    isa_.pack_sums(at(accumulator(args_.shape.dtype), block.out, rows.row(r), rows.head(r), 0), 1, sizes_.value_dim,
+                   T{1}, before);
     merge(mine, Partial<T>{{before.data, width}, lse_before});
   }
 
   const ForwardArgs& args_;
-  const Isa<T>& isa_;
+  const Isa<E>& isa_;
+  const Factors<E> factors_;
   const Sizes sizes_;
   std::vector<Unit> units_;
   std::vector<int64_t> items_of_unit_;
   std::vector<Item> items_;
   int64_t most_blocks_ = 0;
-  std::vector<std::unique_ptr<Scratch<T>>> scratch_;
-  std::vector<std::unique_ptr<Slot<T>>> slots_;
+  std::vector<std::unique_ptr<Scratch<E>>> scratch_;
+  std::vector<std::unique_ptr<Slot<E>>> slots_;
 };
 
 }  // namespace
 
 // Blocks that fit the second-level cache together with a tile's scores, queries and sums. Measured: forward is flat in
 // the key block from 128 on, backward wants 256; taller tiles read the keys less often.
-template <class T>
-Sizes sizes_of(const AttentionShape& shape, const Isa<T>& isa) {
+template <class E>
+Sizes sizes_of(const AttentionShape& shape, const Isa<E>& isa) {
   const int64_t key_width = round_up(shape.head_dim, isa.lanes), value_width = round_up(shape.value_dim, isa.lanes);
-  const int64_t bytes = (key_width + value_width) * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = (key_width + value_width) * static_cast<int64_t>(sizeof(E));
   return {.head_dim = shape.head_dim,
           .value_dim = shape.value_dim,
           .key_width = key_width,
           .value_width = value_width,
+          .key_depth = elements_in(shape.head_dim, isa),
+          .value_depth = elements_in(shape.value_dim, isa),
           .key_block = 256,
           .tile_rows = bytes <= 1024   ? 192
                        : bytes <= 2048 ? 96
                                        : 48};
 }
 
-template <class T>
-void run_forward(const ForwardArgs& args, const Isa<T>& isa) {
-  Forward<T>(args, isa).run();
+template <class E>
+void run_forward(const ForwardArgs& args, const Isa<E>& isa) {
+  Forward<E>(args, isa).run();
 }
 
 template Sizes sizes_of(const AttentionShape&, const Isa<float>&);
 template Sizes sizes_of(const AttentionShape&, const Isa<double>&);
+template Sizes sizes_of(const AttentionShape&, const Isa<Pair>&);
 template void run_forward(const ForwardArgs&, const Isa<float>&);
 template void run_forward(const ForwardArgs&, const Isa<double>&);
+template void run_forward(const ForwardArgs&, const Isa<Pair>&);
 
 }  // namespace blockcp::cpu

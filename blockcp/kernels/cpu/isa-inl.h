@@ -14,17 +14,24 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockcp::cpu::HWY_NAMESPACE {
 
-template <class T>
-constexpr Isa<T> make_isa() {
-  return {.lanes = static_cast<int>(kLanes<T>),
-          .panel = static_cast<int>(kPanel<T>),
-          .pack = pack<T>,
-          .unpack = unpack<T>,
-          .add = add<T>,
-          .make_panels = make_panels<T>,
-          .forward = forward<T>,
-          .backward = backward<T>,
-          .backward_dq = backward_dq<T>};
+static_assert(!HWY_ARCH_ARM_A64 || HWY_TARGET == HWY_NEON, "cpu_neon, as kernels.h calls it there, must be NEON");
+
+template <class E>
+constexpr Isa<E> make_isa() {
+  using T = Sum<E>;
+  Isa<E> isa{.lanes = static_cast<int>(kLanes<T>),
+             .panel = static_cast<int>(kPanel<T>),
+             .pack = pack<E>,
+             .pack_sums = pack<T>,
+             .unpack = unpack<T>,
+             .add = add<T>,
+             .make_panels = make_panels<E>,
+             .pair_rows = nullptr,
+             .forward = forward<E>,
+             .backward = backward<E>,
+             .backward_dq = backward_dq<E>};
+  if constexpr (kTerms<E> != 1) isa.pair_rows = pair_rows<E>;
+  return isa;
 }
 
 }  // namespace blockcp::cpu::HWY_NAMESPACE

@@ -3,6 +3,10 @@
 // The drivers (forward.cpp, backward.cpp) know blocks, threads and order, and are compiled once for any machine. The
 // functions behind this table (the -inl.h files) know tiles and vectors, and are compiled once per instruction set.
 //
+// Packed memory holds elements of type E, one per lane of a vector: float, double, or Pair, where the processor has dot
+// products of bf16. Terms of a sum lie along an element, so a matrix of Pairs has half the rows or half the columns,
+// whichever the product runs over; but for that, all three are one code. Sums, scores and weights are of type Sum<E>.
+//
 // Query heads that share a KV head are interleaved: tile row r stands for query row r / group and head r % group of
 // that KV head. So grouped heads are no case of their own, and a tile follows the diagonal closely.
 #pragma once
@@ -15,6 +19,28 @@
 namespace blockcp::cpu {
 
 inline constexpr int kTileHeight = 6;  // rows of the register tile
+
+// Two bf16 that are neighbours in a sum: c += a.low b.low + a.high b.high, in fp32.
+struct Pair {
+  uint16_t low, high;
+};
+
+template <class E>
+struct SumOf {
+  using type = E;
+};
+template <>
+struct SumOf<Pair> {
+  using type = float;
+};
+template <class E>
+using Sum = typename SumOf<E>::type;
+
+// Terms of a sum in one element.
+template <class E>
+inline constexpr int kTerms = 1;
+template <>
+inline constexpr int kTerms<Pair> = 2;
 
 // Rows of `width` elements in packed memory: `ld` elements apart, 64-byte aligned, zero between width and the next
 // whole vector.
@@ -33,10 +59,11 @@ struct Strided {
   int64_t row, col;
 };
 
-// Sizes that stay the same through a call. All are counted in elements.
+// Sizes that stay the same through a call.
 struct Sizes {
   int64_t head_dim, value_dim;     // as in the shape
-  int64_t key_width, value_width;  // the same, in whole vectors
+  int64_t key_width, value_width;  // the same in whole vectors: columns of sums
+  int64_t key_depth, value_depth;  // the same in whole vectors of elements: rows that a product runs along
   int64_t key_block;  // keys that are worked on together, counted from position 0 of the document; whole panels
   int64_t tile_rows;  // of a query tile, at most
 };
@@ -49,73 +76,98 @@ struct Seen {
   const int32_t* end_row;
 };
 
+// Where the scale goes, and log2(e), for scores are base 2. Floating-point operands take them as they are packed, which
+// costs nothing in the products; bf16 operands stay as they are, so that nothing is rounded twice.
+template <class E>
+struct Factors {
+  Sum<E> q, k;           // operands, k only that of dq += ds k
+  Sum<E> score, ds, dk;  // results
+
+  static Factors of(double scale) {
+    constexpr double kLog2E = 1.4426950408889634;
+    const auto sum = [](double x) { return static_cast<Sum<E>>(x); };
+    if constexpr (kTerms<E> == 1) return {sum(scale * kLog2E), sum(scale), 1, 1, sum(1 / kLog2E)};
+    return {1, 1, sum(scale * kLog2E), sum(scale), 1};
+  }
+};
+
 // One query tile on its way through the key blocks, forward.
-template <class T>
+template <class E>
 struct ForwardTile {
   int64_t rows = 0;
-  Packed<T> q;        // times scale log2(e)
-  Packed<T> weights;  // [rows, key block]: scores, then exp2(score - top)
-  Packed<T> out;      // sum of weights times v
-  T* top = nullptr;   // largest score so far, base 2
-  T* sum = nullptr;   // of the weights
-  T* keep = nullptr;  // what the last key block left of out
+  Packed<E> q;
+  Packed<Sum<E>> weights;  // [rows, key block]: scores, then, as E, exp2(score - top)
+  Packed<Sum<E>> out;      // sum of weights times v
+  Sum<E> score_factor;
+  Sum<E>* top = nullptr;   // largest score so far, base 2
+  Sum<E>* sum = nullptr;   // of the weights
+  Sum<E>* keep = nullptr;  // what the last key block left of out
   Ahead ahead;
 };
 
-// One query tile against one key block, backward.
-template <class T>
+// One query tile against one key block, backward. Products run along rows of q, dout and ds_rows, and over the rows of
+// q_terms, dout_terms, p and ds, which hold kTerms<E> rows each; with one they are the same memory.
+template <class E>
 struct BackwardTile {
   int64_t rows = 0;
-  Packed<T> q;  // times scale log2(e), so that scores have forward's very bits
-  Packed<T> dout;
-  Packed<T> p, ds;  // [rows, key block]
-  const T* lse;     // base 2
-  const T* delta;
-  const T* through;  // 1, or 0 for a row that sees a single key
+  Packed<E> q, dout;
+  Packed<E> q_terms, dout_terms;
+  Packed<Sum<E>> p, ds;  // [rows, key block]: scores and <dout, v>; then, as E in the first of kTerms<E> rows, p and ds
+  Packed<E> ds_rows;
+  Sum<E> score_factor, ds_factor;
+  const Sum<E>* lse;  // base 2
+  const Sum<E>* delta;
+  const Sum<E>* through;  // 1, or 0 for a row that sees a single key
   Ahead* ahead;
 };
 
-template <class T>
+template <class E>
 struct BackwardKeys {
   int64_t count = 0;  // from the start of the block on; the first of them may be none of the block's
-  Packed<T> k;        // [key block, head_dim], times scale
-  const T *k_panels, *v_panels;
-  Packed<T> dk;   // sum over the tiles of the block, times log2(e)
-  Packed<T> dv;   // sum over the tiles of the block
-  const T* ones;  // as many as rows or keys
+  Packed<E> k_terms;  // [key block / kTerms<E>, head_dim]
+  const E *k_panels, *v_panels;
+  Packed<Sum<E>> dk, dv;  // sums over the tiles of the block
+  const Sum<E>* ones;     // as many as rows or keys
 };
 
-template <class T>
+template <class E>
 struct Isa {
+  using T = Sum<E>;
+
   int lanes;  // of a vector
   int panel;  // keys of a panel
 
-  // dst row i = src row i times factor, as T.
-  void (*pack)(const Strided& src, int64_t count, int64_t width, T factor, Packed<T> dst);
+  // dst row i = src row i times factor. Pairs take bf16 alone, as it is.
+  void (*pack)(const Strided& src, int64_t count, int64_t width, T factor, Packed<E> dst);
+  // The same for sums.
+  void (*pack_sums)(const Strided& src, int64_t count, int64_t width, T factor, Packed<T> dst);
   // dst row i = src row i times factor[i], rounded to the type of dst.
   void (*unpack)(Packed<T> src, const T* factor, int64_t count, int64_t width, const Strided& dst);
   // dst += src
   void (*add)(Packed<T> src, int64_t count, int64_t width, const Strided& dst);
-  // Panel j holds the keys [j panel, (j + 1) panel) as [width][panel]. Both counts are in whole vectors.
-  void (*make_panels)(Packed<T> rows, int64_t count, int64_t width, T* panels);
+  // Panel j holds the keys [j panel, (j + 1) panel) as [depth][panel]. Both counts are in whole vectors.
+  void (*make_panels)(Packed<E> rows, int64_t count, int64_t depth, E* panels);
+  // Pairs along rows become pairs of rows: dst row i holds src rows 2 i and 2 i + 1. Null where an element is one term.
+  void (*pair_rows)(Packed<E> rows, int64_t count, int64_t width, Packed<E> dst);
 
-  void (*forward)(const Sizes& sizes, const Seen& seen, const T* k_panels, Packed<T> v, ForwardTile<T>& tile);
+  void (*forward)(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, ForwardTile<E>& tile);
   // p, ds, then dk and dv, all but dq.
-  void (*backward)(const Sizes& sizes, const Seen& seen, const BackwardKeys<T>& keys, const BackwardTile<T>& tile);
+  void (*backward)(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile);
   // dq += ds k
-  void (*backward_dq)(const Sizes& sizes, const Seen& seen, const BackwardKeys<T>& keys, const BackwardTile<T>& tile,
+  void (*backward_dq)(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile,
                       Packed<T> dq);
 };
 
 // Null where this build has no code for the instruction set.
-template <class T>
+template <class E>
 struct IsaTable {
-  const Isa<T>* baseline;
-  const Isa<T>* avx2;
-  const Isa<T>* avx512;
+  const Isa<E>* baseline;
+  const Isa<E>* avx2;
+  const Isa<E>* avx512;
 };
 
 const IsaTable<float>& isas(float);
 const IsaTable<double>& isas(double);
+const Isa<Pair>* avx512_bf16();
 
 }  // namespace blockcp::cpu

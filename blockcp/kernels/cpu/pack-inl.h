@@ -110,7 +110,7 @@ void unpack_as(Packed<T> src, const T* factor, int64_t count, int64_t width, S* 
 }
 
 template <class T>
-void pack(const Strided& src, int64_t count, int64_t width, T factor, Packed<T> dst) {
+void pack_terms(const Strided& src, int64_t count, int64_t width, T factor, Packed<T> dst) {
   if (src.type == (sizeof(T) == 8 ? DType::f64 : DType::f32)) {
     return pack_as(static_cast<const T*>(src.data), src.row, src.col, count, width, factor, dst);
   }
@@ -120,6 +120,30 @@ void pack(const Strided& src, int64_t count, int64_t width, T factor, Packed<T> 
     } else {
       pack_as(static_cast<const f16*>(src.data), src.row, src.col, count, width, factor, dst);
     }
+  }
+}
+
+// Pairs of what lies side by side, zero beyond the width.
+HWY_INLINE void pack_pairs(const bf16* src, int64_t row, int64_t col, int64_t count, int64_t width, Packed<Pair> dst) {
+  const hn::ScalableTag<uint16_t> tag;
+  const int64_t step = static_cast<int64_t>(hn::Lanes(tag));
+  for (int64_t i = 0; i < count; ++i, src += row) {
+    auto* to = &dst.row(i)->low;
+    int64_t c = 0;
+    for (; col == 1 && c + step <= width; c += step) {
+      hn::Store(hn::LoadU(tag, reinterpret_cast<const uint16_t*>(src + c)), tag, to + c);
+    }
+    for (; c < width; ++c) to[c] = src[c * col].bits;
+    for (; c % step != 0; ++c) to[c] = 0;
+  }
+}
+
+template <class E>
+void pack(const Strided& src, int64_t count, int64_t width, Sum<E> factor, Packed<E> dst) {
+  if constexpr (kTerms<E> != 1) {
+    return pack_pairs(static_cast<const bf16*>(src.data), src.row, src.col, count, width, dst);
+  } else {
+    pack_terms(src, count, width, factor, dst);
   }
 }
 
@@ -192,13 +216,29 @@ HWY_INLINE void transpose_block(const T* rows, int64_t ld, T* columns, int64_t s
 }
 #endif
 
-template <class T>
-void make_panels(Packed<T> rows, int64_t count, int64_t width, T* panels) {
+template <class E>
+void make_panels(Packed<E> rows, int64_t count, int64_t depth, E* panels) {
+  using T = Sum<E>;
   constexpr int64_t kBlock = kLanes<T> == 1 ? 1 : 16 / sizeof(T);
+  const Packed<T> from{reinterpret_cast<T*>(rows.data), rows.ld};
   for (int64_t i = 0; i < count; i += kLanes<T>) {
-    T* columns = panels + i / kPanel<T> * kPanel<T> * width + i % kPanel<T>;
-    for (int64_t c = 0; c < width; c += kBlock) {
-      transpose_block(rows.row(i) + c, rows.ld, columns + c * kPanel<T>, kPanel<T>);
+    T* columns = reinterpret_cast<T*>(panels) + i / kPanel<T> * kPanel<T> * depth + i % kPanel<T>;
+    for (int64_t c = 0; c < depth; c += kBlock) {
+      transpose_block(from.row(i) + c, from.ld, columns + c * kPanel<T>, kPanel<T>);
+    }
+  }
+}
+
+template <class E>
+void pair_rows(Packed<E> rows, int64_t count, int64_t width, Packed<E> dst) {
+  const hn::ScalableTag<uint32_t> tag;
+  const hn::Rebind<uint16_t, decltype(tag)> half;
+  for (int64_t i = 0; i < count; i += 2) {
+    const uint16_t *low = &rows.row(i)->low, *high = &rows.row(i + 1)->low;
+    for (int64_t c = 0; c < width; c += kLanes<uint32_t>) {
+      const auto above = i + 1 == count ? hn::Zero(tag) : hn::PromoteTo(tag, hn::Load(half, high + c));
+      hn::Store(hn::Or(hn::PromoteTo(tag, hn::Load(half, low + c)), hn::ShiftLeft<16>(above)), tag,
+                reinterpret_cast<uint32_t*>(dst.row(i / 2) + c));
     }
   }
 }

@@ -2,9 +2,11 @@
 //
 //   c[i][:] = c[i][:] keep[i] + sum over t in [first[i], end[i]) of a(i, t) b[t][:]
 //
-// for up to kTileHeight rows i and one to four vectors of columns, which stay in registers throughout. Each row adds
-// its terms in ascending t, one at a time, so its bits do not depend on the rows beside it; and what lies outside its
-// range is not touched for it, so that NaN there cannot reach it.
+// for up to kTileHeight rows i and one to four vectors of columns; without keep, c is the sum alone times a factor.
+// Sums stay in registers throughout, and start at zero: added to c from the start, long sums would lose digits. Each
+// row adds its elements in ascending t, one at a time, so its bits do not depend on the rows beside it; and what lies
+// outside its range is not touched for it, so that NaN there cannot reach it. Of a Pair half in the range, the other
+// half is taken for zero, on both sides.
 #if defined(BLOCKCP_CPU_PRODUCT_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKCP_CPU_PRODUCT_INL_H
 #undef BLOCKCP_CPU_PRODUCT_INL_H
@@ -14,32 +16,30 @@
 
 #include <hwy/highway.h>
 
+#include "blockcp/kernels/cpu/element-inl.h"
 #include "blockcp/kernels/cpu/isa.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockcp::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The whole vector of a type, and how many of them a register tile is wide: 24 sums of 32 registers, or 12 of 16.
-template <class T>
-using Tag = hn::ScalableTag<T>;
-template <class T>
-inline constexpr int kLanes = HWY_LANES(T);
+// How many vectors a register tile is wide: 24 sums of 32 registers, or 12 of 16.
 inline constexpr int kTileVectors = HWY_TARGET <= HWY_AVX3 || HWY_TARGET == HWY_NEON ? 4 : 2;
 template <class T>
 inline constexpr int kPanel = kTileVectors* kLanes<T>;
 inline constexpr int kUnroll = 8;  // more than any tile has rows or vectors
 
-template <class T>
+template <class E>
 struct Product {
-  const T* a;
+  const E* a;
   int64_t a_ld;
-  const T* b;
+  const E* b;
   int64_t b_ld;
-  T* c;
+  Sum<E>* c;
   int64_t c_ld;
-  const T* keep;         // null: c starts at zero
-  const int32_t* first;  // both ends never decrease with i
+  const Sum<E>* keep;
+  Sum<E> factor;
+  const int32_t* first;  // both ends never decrease with i; counted in terms
   const int32_t* end;
   Ahead* ahead;
 };
@@ -47,15 +47,15 @@ struct Product {
 // a(i, t): a[i][t], or a[t][i] where the product runs over a's rows.
 enum class Along { columns, rows };
 
-template <class T, Along kAlong, int kRows, int kVectors>
+template <class E, Along kAlong, int kRows, int kVectors>
 class Micro {
  public:
-  static HWY_NOINLINE void run(const Product<T>& p) {
+  static HWY_NOINLINE void run(const Product<E>& p) {
     Micro tile;
-    tile.start(p);
+    tile.start();
     // Where all rows take part, and on both sides of it where only some do.
-    const int64_t all = p.first[kRows - 1], some = p.end[0], last = p.end[kRows - 1];
-    int64_t t = p.first[0];
+    const int64_t all = up(p.first[kRows - 1]), some = p.end[0] / kTerms<E>, last = up(p.end[kRows - 1]);
+    int64_t t = p.first[0] / kTerms<E>;
     for (; t < HWY_MIN(all, last); ++t) tile.add_some(p, t);
     if (t < some) tile.add_all(p, t, some);
     for (t = HWY_MAX(t, some); t < last; ++t) tile.add_some(p, t);
@@ -63,68 +63,79 @@ class Micro {
   }
 
  private:
+  using T = Sum<E>;
   using V = hn::Vec<Tag<T>>;
-  static constexpr int kTerms = kTileVectors == 4 ? 2 : 4;  // per line that is fetched ahead
+  HWY_INLINE Micro() {}  // an implicit one would not be compiled for the instruction set
+  static constexpr int kPerLine = kTileVectors == 4 ? 2 : 4;  // elements per line that is fetched ahead
 
-  HWY_INLINE void start(const Product<T>& p) {
+  static constexpr int64_t up(int64_t terms) { return (terms + kTerms<E> - 1) / kTerms<E>; }
+
+  HWY_INLINE void start() {
+#pragma GCC unroll kUnroll
+    for (auto& row : sum) {
+#pragma GCC unroll kUnroll
+      for (V& v : row) v = hn::Zero(tag);
+    }
+  }
+
+  HWY_INLINE void finish(const Product<E>& p) {
 #pragma GCC unroll kUnroll
     for (int i = 0; i < kRows; ++i) {
+      T* c = p.c + i * p.c_ld;
 #pragma GCC unroll kUnroll
-      for (int v = 0; v < kVectors; ++v) {
-        sum[i][v] = p.keep == nullptr
-                        ? hn::Zero(tag)
-                        : hn::Mul(hn::Load(tag, p.c + i * p.c_ld + v * kLanes<T>), hn::Set(tag, p.keep[i]));
+      for (int v = 0; v < kVectors; ++v, c += kLanes<T>) {
+        hn::Store(p.keep == nullptr ? hn::Mul(sum[i][v], hn::Set(tag, p.factor))
+                                    : hn::MulAdd(hn::Load(tag, c), hn::Set(tag, p.keep[i]), sum[i][v]),
+                  tag, c);
       }
     }
   }
 
-  HWY_INLINE void finish(const Product<T>& p) {
-#pragma GCC unroll kUnroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll kUnroll
-      for (int v = 0; v < kVectors; ++v) hn::Store(sum[i][v], tag, p.c + i * p.c_ld + v * kLanes<T>);
-    }
+  static HWY_INLINE V at(const E* a, int64_t a_ld, int i) {
+    return spread_element(kAlong == Along::columns ? a[i * a_ld] : a[i]);
   }
 
-  static HWY_INLINE T at(const T* a, int64_t a_ld, int i) { return kAlong == Along::columns ? a[i * a_ld] : a[i]; }
-
-  HWY_INLINE void add_all(const Product<T>& p, int64_t t, int64_t end) {
+  HWY_INLINE void add_all(const Product<E>& p, int64_t t, int64_t end) {
     const int64_t a_ld = p.a_ld, b_ld = p.b_ld;
     const int64_t a_step = kAlong == Along::columns ? 1 : a_ld;
-    const T* a = p.a + t * a_step;
-    const T* b = p.b + t * b_ld;
+    const E* a = p.a + t * a_step;
+    const E* b = p.b + t * b_ld;
     Ahead ahead = *p.ahead;
     int64_t n = end - t;
-    for (; n >= kTerms; n -= kTerms) {
+    for (; n >= kPerLine; n -= kPerLine) {
       ahead.step();
 #pragma GCC unroll kUnroll
-      for (int term = 0; term < kTerms; ++term, a += a_step, b += b_ld) add_term(a, a_ld, b);
+      for (int term = 0; term < kPerLine; ++term, a += a_step, b += b_ld) add_element(a, a_ld, b);
     }
-    for (; n > 0; --n, a += a_step, b += b_ld) add_term(a, a_ld, b);
+    for (; n > 0; --n, a += a_step, b += b_ld) add_element(a, a_ld, b);
     *p.ahead = ahead;
   }
 
-  HWY_INLINE void add_term(const T* a, int64_t a_ld, const T* b) {
+  HWY_INLINE void add_element(const E* a, int64_t a_ld, const E* b) {
     V column[kVectors];
 #pragma GCC unroll kUnroll
-    for (int v = 0; v < kVectors; ++v) column[v] = hn::Load(tag, b + v * kLanes<T>);
+    for (int v = 0; v < kVectors; ++v) column[v] = load_elements(b + v * kLanes<T>);
 #pragma GCC unroll kUnroll
     for (int i = 0; i < kRows; ++i) {
-      const V factor = hn::Set(tag, at(a, a_ld, i));
+      const V factor = at(a, a_ld, i);
 #pragma GCC unroll kUnroll
-      for (int v = 0; v < kVectors; ++v) sum[i][v] = hn::MulAdd(factor, column[v], sum[i][v]);
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add<E>(factor, column[v], sum[i][v]);
     }
   }
 
-  HWY_INLINE void add_some(const Product<T>& p, int64_t t) {
-    const T* a = p.a + t * (kAlong == Along::columns ? 1 : p.a_ld);
-    const T* b = p.b + t * p.b_ld;
+  HWY_INLINE void add_some(const Product<E>& p, int64_t t) {
+    const E* a = p.a + t * (kAlong == Along::columns ? 1 : p.a_ld);
+    const E* b = p.b + t * p.b_ld;
 #pragma GCC unroll kUnroll
     for (int i = 0; i < kRows; ++i) {
-      if (t < p.first[i] || t >= p.end[i]) continue;
-      const V factor = hn::Set(tag, at(a, p.a_ld, i));
+      const int64_t first = p.first[i] - t * kTerms<E>, end = p.end[i] - t * kTerms<E>;
+      if (first >= kTerms<E> || end <= 0 || first >= end) continue;
+      const auto inside = terms_inside<E>(first, end);
+      const V factor = hn::And(inside, at(a, p.a_ld, i));
 #pragma GCC unroll kUnroll
-      for (int v = 0; v < kVectors; ++v) sum[i][v] = hn::MulAdd(factor, hn::Load(tag, b + v * kLanes<T>), sum[i][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        sum[i][v] = multiply_add<E>(factor, hn::And(inside, load_elements(b + v * kLanes<T>)), sum[i][v]);
+      }
     }
   }
 
@@ -133,14 +144,14 @@ class Micro {
 };
 
 // One entry per height and width of a tile: edges run a smaller tile, not a padded one.
-template <class T, Along kAlong>
+template <class E, Along kAlong>
 struct Micros {
-  using Run = void (*)(const Product<T>&);
+  using Run = void (*)(const Product<E>&);
   Run run[kTileHeight][kTileVectors];
 
   template <int kRows, int kVectors>
   constexpr void fill() {
-    run[kRows - 1][kVectors - 1] = &Micro<T, kAlong, kRows, kVectors>::run;
+    run[kRows - 1][kVectors - 1] = &Micro<E, kAlong, kRows, kVectors>::run;
     if constexpr (kVectors > 1) {
       fill<kRows, kVectors - 1>();
     } else if constexpr (kRows > 1) {
@@ -150,47 +161,49 @@ struct Micros {
   constexpr Micros() : run{} { fill<kTileHeight, kTileVectors>(); }
 };
 
-template <class T, Along kAlong>
-inline constexpr Micros<T, kAlong> kMicros{};
+template <class E, Along kAlong>
+inline constexpr Micros<E, kAlong> kMicros{};
 
 // The product for any number of rows and `width` columns (in whole vectors). Rows that have nothing to add keep what
 // they have.
-template <class T, Along kAlong>
-HWY_NOINLINE void accumulate(Packed<T> a, Packed<T> b, Packed<T> c, const T* keep, const int32_t* first,
+template <class E, Along kAlong>
+HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, Packed<Sum<E>> c, const Sum<E>* keep, const int32_t* first,
                              const int32_t* end, int64_t rows, int64_t width, Ahead& ahead) {
-  const int64_t vectors = width / kLanes<T>, tiles = (vectors + kTileVectors - 1) / kTileVectors;
+  constexpr int64_t kVector = kLanes<Sum<E>>;
+  const int64_t vectors = width / kVector, tiles = (vectors + kTileVectors - 1) / kTileVectors;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t begin = vectors * tile / tiles, count = vectors * (tile + 1) / tiles - begin;
-    const int64_t column = begin * kLanes<T>;
+    const int64_t column = begin * kVector;
     for (int64_t i = 0; i < rows; i += kTileHeight) {
       const int64_t height = HWY_MIN(kTileHeight, rows - i);
       if (first[i] >= end[i + height - 1]) continue;
-      kMicros<T, kAlong>.run[height - 1][count - 1]({a.data + (kAlong == Along::columns ? i * a.ld : i), a.ld,
+      kMicros<E, kAlong>.run[height - 1][count - 1]({a.data + (kAlong == Along::columns ? i * a.ld : i), a.ld,
                                                      b.data + column, b.ld, c.row(i) + column, c.ld, keep + i,
-                                                     first + i, end + i, &ahead});
+                                                     Sum<E>{1}, first + i, end + i, &ahead});
     }
   }
 }
 
-// scores[i][j] = <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors.
-template <class T>
-HWY_NOINLINE void multiply_panels(Packed<T> a, int64_t width, const T* panels, int64_t panel_width, const Seen& seen,
-                                  int64_t rows, int64_t keys, Packed<T> scores, Ahead& ahead) {
+// scores[i][j] = factor <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors.
+template <class E>
+HWY_NOINLINE void multiply_panels(Packed<E> a, int64_t width, const E* panels, int64_t depth, const Seen& seen,
+                                  int64_t rows, int64_t keys, Sum<E> factor, Packed<Sum<E>> scores, Ahead& ahead) {
+  constexpr int64_t kVector = kLanes<Sum<E>>, kKeys = kPanel<Sum<E>>;
   int32_t from[kTileHeight], to[kTileHeight];
   for (int i = 0; i < kTileHeight; ++i) {
     from[i] = 0;
-    to[i] = static_cast<int32_t>(width);
+    to[i] = static_cast<int32_t>((width + kTerms<E> - 1) / kTerms<E> * kTerms<E>);
   }
-  for (int64_t key = 0; key < keys; key += kPanel<T>, panels += panel_width * kPanel<T>) {
+  for (int64_t key = 0; key < keys; key += kKeys, panels += depth * kKeys) {
     for (int64_t i = 0; i < rows; i += kTileHeight) {
       const int64_t height = HWY_MIN(kTileHeight, rows - i);
-      const int64_t begin = HWY_MAX(seen.first_key[i] - key, 0) / kLanes<T>;
-      const int64_t end = (HWY_MIN(seen.end_key[i + height - 1] - key, kPanel<T>) + kLanes<T> - 1) / kLanes<T>;
+      const int64_t begin = HWY_MAX(seen.first_key[i] - key, 0) / kVector;
+      const int64_t end = (HWY_MIN(seen.end_key[i + height - 1] - key, kKeys) + kVector - 1) / kVector;
       if (end <= begin) continue;
-      const int64_t column = begin * kLanes<T>;
-      kMicros<T, Along::columns>.run[height - 1][end - begin - 1]({a.row(i), a.ld, panels + column, kPanel<T>,
+      const int64_t column = begin * kVector;
+      kMicros<E, Along::columns>.run[height - 1][end - begin - 1]({a.row(i), a.ld, panels + column, kKeys,
                                                                    scores.row(i) + key + column, scores.ld, nullptr,
-                                                                   from, to, &ahead});
+                                                                   factor, from, to, &ahead});
     }
   }
 }

@@ -14,39 +14,47 @@
 HWY_BEFORE_NAMESPACE();
 namespace blockcp::cpu::HWY_NAMESPACE {
 
-template <class T>
-void forward(const Sizes& sizes, const Seen& seen, const T* k_panels, Packed<T> v, ForwardTile<T>& tile) {
-  multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_width, seen, tile.rows, sizes.key_block, tile.weights,
-                  tile.ahead);
+// Packed sums that have become elements in place.
+template <class E>
+HWY_INLINE Packed<E> as_elements(Packed<Sum<E>> rows) {
+  return {reinterpret_cast<E*>(rows.data), rows.ld};
+}
+
+template <class E>
+void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, ForwardTile<E>& tile) {
+  multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block,
+                  tile.score_factor, tile.weights, tile.ahead);
   for (int64_t r = 0; r < tile.rows; ++r) {
     const int64_t first = seen.first_key[r], end = seen.end_key[r];
-    tile.keep[r] = first < end ? soften(tile.weights.row(r), first, end, tile.top[r], tile.sum[r]) : T{1};
+    tile.keep[r] = first < end ? soften<E>(tile.weights.row(r), first, end, tile.top[r], tile.sum[r]) : Sum<E>{1};
   }
-  accumulate<T, Along::columns>(tile.weights, v, tile.out, tile.keep, seen.first_key, seen.end_key, tile.rows,
-                                sizes.value_width, tile.ahead);
+  accumulate<E, Along::columns>(as_elements<E>(tile.weights), v_terms, tile.out, tile.keep, seen.first_key,
+                                seen.end_key, tile.rows, sizes.value_width, tile.ahead);
 }
 
-template <class T>
-void backward(const Sizes& sizes, const Seen& seen, const BackwardKeys<T>& keys, const BackwardTile<T>& tile) {
-  multiply_panels(tile.q, sizes.head_dim, keys.k_panels, sizes.key_width, seen, tile.rows, sizes.key_block, tile.p,
-                  *tile.ahead);
-  multiply_panels(tile.dout, sizes.value_dim, keys.v_panels, sizes.value_width, seen, tile.rows, sizes.key_block,
-                  tile.ds, *tile.ahead);
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    if (seen.first_key[r] >= seen.end_key[r]) continue;
-    weigh(tile.p.row(r), tile.ds.row(r), seen.first_key[r], seen.end_key[r], tile.lse[r], tile.delta[r],
-          tile.through[r]);
+template <class E>
+void backward(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile) {
+  multiply_panels(tile.q, sizes.head_dim, keys.k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block,
+                  tile.score_factor, tile.p, *tile.ahead);
+  multiply_panels(tile.dout, sizes.value_dim, keys.v_panels, sizes.value_depth, seen, tile.rows, sizes.key_block,
+                  Sum<E>{1}, tile.ds, *tile.ahead);
+  for (int64_t r = 0; r < tile.rows; r += kTerms<E>) {
+    const int64_t last = r + kTerms<E> - 1;
+    const int64_t first = seen.first_key[r], end = seen.end_key[HWY_MIN(last, tile.rows - 1)];
+    if (first < end) weigh(tile, r, first, end);
   }
-  accumulate<T, Along::rows>(tile.p, tile.dout, keys.dv, keys.ones, seen.first_row, seen.end_row, keys.count,
-                             sizes.value_width, *tile.ahead);
-  accumulate<T, Along::rows>(tile.ds, tile.q, keys.dk, keys.ones, seen.first_row, seen.end_row, keys.count,
-                             sizes.key_width, *tile.ahead);
+  // Rows that hold kTerms<E> rows of the tile each.
+  const auto over_rows = [](Packed<Sum<E>> rows) { return Packed<E>{as_elements<E>(rows).data, kTerms<E> * rows.ld}; };
+  accumulate<E, Along::rows>(over_rows(tile.p), tile.dout_terms, keys.dv, keys.ones, seen.first_row, seen.end_row,
+                             keys.count, sizes.value_width, *tile.ahead);
+  accumulate<E, Along::rows>(over_rows(tile.ds), tile.q_terms, keys.dk, keys.ones, seen.first_row, seen.end_row,
+                             keys.count, sizes.key_width, *tile.ahead);
 }
 
-template <class T>
-void backward_dq(const Sizes& sizes, const Seen& seen, const BackwardKeys<T>& keys, const BackwardTile<T>& tile,
-                 Packed<T> dq) {
-  accumulate<T, Along::columns>(tile.ds, keys.k, dq, keys.ones, seen.first_key, seen.end_key, tile.rows,
+template <class E>
+void backward_dq(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile,
+                 Packed<Sum<E>> dq) {
+  accumulate<E, Along::columns>(tile.ds_rows, keys.k_terms, dq, keys.ones, seen.first_key, seen.end_key, tile.rows,
                                 sizes.key_width, *tile.ahead);
 }
 

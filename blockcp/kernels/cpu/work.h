@@ -39,6 +39,12 @@ class Buffer {
   std::unique_ptr<T, Free> data_;
 };
 
+// Elements that hold `width` terms, in whole vectors.
+template <class E>
+int64_t elements_in(int64_t width, const Isa<E>& isa) {
+  return round_up((width + kTerms<E> - 1) / kTerms<E>, isa.lanes);
+}
+
 // Packed rows that own their memory. An odd number of cache lines from row to row keeps long strides from meeting in
 // a few sets of the cache.
 template <class T>
@@ -105,28 +111,22 @@ struct TileRows {
 
 inline constexpr double kLog2E = 1.4426950408889634;
 
-// What q is multiplied with as it is packed: scores are then base 2.
-template <class T>
-T score_factor(double scale) {
-  return static_cast<T>(scale * kLog2E);
-}
-
 template <class T>
 Packed<T> below(Packed<T> rows, int64_t r) {
   return {rows.row(r), rows.ld};
 }
 
-template <class T>
-void pack_tile(const Isa<T>& isa, const TileRows& tile, DType type, const Rows& rows, int64_t width, T factor,
-               Packed<T> dst) {
+template <class E>
+void pack_tile(const Isa<E>& isa, const TileRows& tile, DType type, const Rows& rows, int64_t width, Sum<E> factor,
+               Packed<E> dst) {
   tile.each_run(type, rows, [&](int64_t r, int64_t count, const Strided& src) {
     isa.pack(src, count, width, factor, below(dst, r));
   });
 }
 
-template <class T>
-void unpack_tile(const Isa<T>& isa, const TileRows& tile, Packed<T> src, const T* factor, int64_t width, DType type,
-                 const Rows& rows) {
+template <class E>
+void unpack_tile(const Isa<E>& isa, const TileRows& tile, Packed<Sum<E>> src, const Sum<E>* factor, int64_t width,
+                 DType type, const Rows& rows) {
   tile.each_run(type, rows, [&](int64_t r, int64_t count, const Strided& dst) {
     isa.unpack(below(src, r), factor + r, count, width, dst);
   });
@@ -187,28 +187,34 @@ class KeyGrid {
 
 // Keys or values of one grid block as packed rows; rows around them, to whole vectors, become zero. Returns the rows
 // that are then filled.
-template <class T>
-Range pack_keys(const Isa<T>& isa, const KeyGrid& grid, int64_t index, int64_t size, DType type, Rows KeyRows::*which,
-                int64_t head, int64_t width, Packed<T> dst) {
+template <class E>
+Range pack_keys(const Isa<E>& isa, const KeyGrid& grid, int64_t index, int64_t size, DType type, Rows KeyRows::*which,
+                int64_t head, int64_t width, Sum<E> factor, Packed<E> dst) {
   const Range held = grid.held(index);
   const int64_t begin = held.begin - index * size, end = held.end - index * size;
   const Range filled{begin / isa.lanes * isa.lanes, round_up(end, isa.lanes)};
-  const int64_t zeros = round_up(width, isa.lanes);
-  for (int64_t i = filled.begin; i < begin; ++i) std::fill_n(dst.row(i), zeros, T{0});
-  for (int64_t i = end; i < filled.end; ++i) std::fill_n(dst.row(i), zeros, T{0});
+  const int64_t zeros = elements_in(width, isa);
+  for (int64_t i = filled.begin; i < begin; ++i) std::fill_n(dst.row(i), zeros, E{});
+  for (int64_t i = end; i < filled.end; ++i) std::fill_n(dst.row(i), zeros, E{});
   grid.each_run(index, [&](int64_t r, const KeyRows& piece, int64_t row, int64_t count) {
     const Rows& rows = piece.*which;
-    isa.pack(at(type, rows, row, head, rows.row), count, width, T{1}, below(dst, r));
+    isa.pack(at(type, rows, row, head, rows.row), count, width, factor, below(dst, r));
   });
   return filled;
 }
 
 // Panels of the filled rows, in their place among all panels of the block.
-template <class T>
-void make_panels(const Isa<T>& isa, Packed<T> rows, Range filled, int64_t width, T* panels) {
+template <class E>
+void make_panels(const Isa<E>& isa, Packed<E> rows, Range filled, int64_t depth, E* panels) {
   const int64_t begin = filled.begin / isa.panel * isa.panel;
   // From a panel's start on, so that whole panels are addressed; what lies before `filled` in it is never looked at.
-  isa.make_panels(below(rows, begin), filled.end - begin, width, panels + begin * width);
+  isa.make_panels(below(rows, begin), filled.end - begin, depth, panels + begin * depth);
+}
+
+// Packed rows as a product over rows wants them: kTerms<E> of them in one.
+template <class E>
+void pair_rows(const Isa<E>& isa, Packed<E> rows, Range filled, int64_t width, Packed<E> dst) {
+  isa.pair_rows(below(rows, filled.begin), filled.size(), width, below(dst, filled.begin / kTerms<E>));
 }
 
 // The memory of the keys or values of one grid block, to be fetched ahead of use.
