@@ -1,6 +1,8 @@
 // One attention problem that any kernel can be given, in any memory layout.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -148,6 +150,7 @@ struct Run {
   Placement place;
   int threads = 1;
   bool merge = false;
+  bool whole = false;                  // backward with all_keys and all_queries, which shared keys do not allow
   const Result* start = nullptr;       // under merge: what out and lse hold before
   const Result* forward_of = nullptr;  // take lse and delta for backward from here
 };
@@ -163,9 +166,27 @@ inline Result run(const Kernel& kernel, const Problem& problem, const Run& how =
     out = array_of(out_type, how.start->out, how.place);
     lse = array_of(sums, how.start->lse);
   }
-  const Array dq = array_of(sums, Values(q_rows, s.q_heads, s.head_dim), how.place);
-  const Array dk = array_of(sums, Values(k_rows, s.kv_heads, s.head_dim), how.place);
-  const Array dv = array_of(sums, Values(k_rows, s.kv_heads, s.value_dim), how.place);
+  // What is written holds NaN before; but rows of no document stay as they are.
+  const auto gradient = [&](int64_t rows, int64_t heads, int64_t width, auto covered) {
+    Values before(rows, heads, width);
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t h = 0; h < heads && how.whole && covered(i); ++h) {
+        for (int64_t c = 0; c < width; ++c) before.at(i, h, c) = std::nan("");
+      }
+    }
+    return array_of(how.whole ? s.dtype : sums, before, how.place);
+  };
+  const auto has_query = [&](int64_t row) {
+    return std::any_of(problem.documents.begin(), problem.documents.end(),
+                       [&](const Document& d) { return row >= d.q_row && row < d.q_row + d.q_count; });
+  };
+  const auto has_key = [&](int64_t row) {
+    return std::any_of(problem.documents.begin(), problem.documents.end(),
+                       [&](const Document& d) { return row >= d.k_row && row < d.k_row + d.k_count(); });
+  };
+  const Array dq = gradient(q_rows, s.q_heads, s.head_dim, has_query);
+  const Array dk = gradient(k_rows, s.kv_heads, s.head_dim, has_key);
+  const Array dv = gradient(k_rows, s.kv_heads, s.value_dim, has_key);
   Array delta(sums, q_rows, s.q_heads, 1);
 
   std::vector<AttentionBlock> blocks;
@@ -203,10 +224,10 @@ inline Result run(const Kernel& kernel, const Problem& problem, const Run& how =
       blocks[i].lse = lse.rows(problem.documents[i].q_row);
       blocks[i].delta = delta.rows(problem.documents[i].q_row);
     }
-  } else {
+  } else if (!how.whole) {
     compute_delta(s, blocks, *parallel);
   }
-  kernel.backward({s, problem.scale, blocks, parallel.get()});
+  kernel.backward({s, problem.scale, blocks, parallel.get(), how.whole, how.whole});
   result.delta = values_of(delta, q_rows, s.q_heads, 1);
   result.dq = values_of(dq, q_rows, s.q_heads, s.head_dim);
   result.dk = values_of(dk, k_rows, s.kv_heads, s.head_dim);

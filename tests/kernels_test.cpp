@@ -204,11 +204,12 @@ void expect_all_right(const Problem& problem, Run how = {}) {
       EXPECT_LE(difference(result.*tensor, exact.*tensor), allowed)
           << what << " (dense error " << other << ", size of terms " << size << ")";
     };
+    // Where delta is computed, out and P in it come before it, and results are rounded.
     check(&Result::out, 2, "out");
     check(&Result::lse, 0, "lse");
-    check(&Result::dq, 1, "dq");
-    check(&Result::dk, 1, "dk");
-    check(&Result::dv, 1, "dv");
+    check(&Result::dq, how.whole ? 4 : 1, "dq");
+    check(&Result::dk, how.whole ? 4 : 1, "dk");
+    check(&Result::dv, how.whole ? 2 : 1, "dv");
   }
 }
 
@@ -263,7 +264,9 @@ TEST_P(KernelTypes, random_problems_against_the_reference) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     const Problem problem = random_problem(random, GetParam());
-    expect_all_right(problem, {.place = random_placement(random), .threads = static_cast<int>(1 + up_to(random, 2))});
+    expect_all_right(problem, {.place = random_placement(random),
+                               .threads = static_cast<int>(1 + up_to(random, 2)),
+                               .whole = up_to(random, 1) == 1});
     if (HasFailure()) return;
   }
 }
@@ -276,10 +279,11 @@ TEST_P(KernelTypes, KE_07_same_bits_in_any_place_on_any_threads) {
   for (const Kernel& kernel : kernels_here(true, GetParam())) {
     SCOPED_TRACE(kernel.name);
     const Problem problem(random, {GetParam(), 4, 2, 40, 24}, causal({300, 1, 70, 513}));
-    const Result plain = run(kernel, problem);
+    const Result plain = run(kernel, problem, {.whole = true});
     const std::vector<Placement> places = {{}, {2, 0, 0, false}, {1, 3, 1, true}, {1, 0, 5, false}, {3, 1, 2, true}};
     for (const Placement& place : places) {
-      const Result other = run(kernel, problem, {.place = place, .threads = 1 + static_cast<int>(up_to(random, 4))});
+      const Result other =
+          run(kernel, problem, {.place = place, .threads = 1 + static_cast<int>(up_to(random, 4)), .whole = true});
       expect_same_bits(plain.out, other.out, "out");
       expect_same_bits(plain.lse, other.lse, "lse");
       expect_same_bits(plain.dq, other.dq, "dq");
@@ -299,6 +303,21 @@ Values rows_of(const Values& values, int64_t first, int64_t count) {
   return part;
 }
 
+// Gradients that are written are those that are added to nothing, but for their last rounding and the sums of delta.
+TEST_P(KernelTypes, written_and_added_gradients) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  const Problem problem(random, {GetParam(), 4, 2, 40, 24}, causal({300, 1, 70, 513, 256, 257}));
+  const double unit = GetParam() == DType::f64 ? 0x1p-50 : std::max(0x1p-20, storage_unit(GetParam()));
+  for (const Kernel& kernel : kernels_here(false, GetParam())) {
+    SCOPED_TRACE(kernel.name);
+    const Result added = run(kernel, problem), written = run(kernel, problem, {.threads = 3, .whole = true});
+    for (const auto tensor : {&Result::dq, &Result::dk, &Result::dv})
+      EXPECT_LE(difference(written.*tensor, added.*tensor), unit * largest(added.*tensor));
+  }
+}
+
 // Queries cut into runs, each with only the keys that its window reaches, in pieces.
 TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
   const uint64_t seed = fresh_seed();
@@ -309,7 +328,7 @@ TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
     const Problem whole(random, {GetParam(), 3, 1, 24, 33}, causal({rows}, window));
     for (const Kernel& kernel : kernels_here(true, GetParam())) {
       SCOPED_TRACE(testing::Message() << kernel.name << " window " << window);
-      const Result expected = run(kernel, whole);
+      const Result expected = run(kernel, whole, {.whole = true});
       for (int n = 0; n < 3; ++n) {
         const int64_t first = up_to(random, rows - 1), count = 1 + up_to(random, rows - first - 1);
         const int64_t reach = window == Band::kUnbounded ? 0 : std::max<int64_t>(0, first - window + 1);
@@ -321,7 +340,7 @@ TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
         part.v = rows_of(whole.v, k_pos, keys);
         const int64_t cut = up_to(random, keys), cut2 = cut + up_to(random, keys - cut);
         part.documents = {{0, count, first, 0, k_pos, {cut, cut2 - cut, 0, keys - cut2}, whole.documents[0].band}};
-        const Result result = run(kernel, part, {.threads = 3});
+        const Result result = run(kernel, part, {.threads = 3, .whole = true});
         expect_same_bits(result.out, rows_of(expected.out, first, count), "out");
         expect_same_bits(result.lse, rows_of(expected.lse, first, count), "lse");
         expect_same_bits(result.dq, rows_of(expected.dq, first, count), "dq");
@@ -823,8 +842,11 @@ TEST(Kernels, nothing_to_do) {
   for (const Kernel& kernel : kernels_here()) {
     run(kernel, Problem(random, {DType::f32, 4, 2, 8, 8}, {}));
     const Problem no_keys(random, {DType::f32, 4, 2, 8, 8}, {{0, 5, 0, 0, 0, {}, {}}});
-    const Result result = run(kernel, no_keys);
+    const Result result = run(kernel, no_keys, {.whole = true});
     expect_column(result.out, {0, 0, 0, 0, 0}, 0);
+    expect_column(result.dq, {0, 0, 0, 0, 0}, 0);
+    const Problem no_queries(random, {DType::f32, 4, 2, 8, 8}, {{0, 0, 0, 0, 0, {3}, {}}});
+    expect_column(run(kernel, no_queries, {.whole = true}).dk, {0, 0, 0}, 0);
     for (double x : result.lse.data) EXPECT_EQ(x, -kInfinity);
   }
 }

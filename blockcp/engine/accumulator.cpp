@@ -64,16 +64,19 @@ void fill_zero(const Tensor& tensor, const Extent& extent, DType type, Parallel&
   }
 }
 
-Accumulator::Accumulator(const Tensor& target, const Extent& extent, DType type)
-    : target_(target), sums_(target), extent_(extent), type_(type) {
-  if (in_place()) return;
+Accumulator::Accumulator(const Tensor& target, const Extent& extent, DType type, bool added)
+    : target_(target), sums_(target), extent_(extent), type_(type), added_(added) {
+  if (this->type() == type) return;
   memory_ = Memory(extent.batch * extent.heads * extent.rows * extent.width * size_of(accumulator(type)));
   sums_ = {memory_.data(), extent.heads * extent.rows * extent.width, extent.rows * extent.width, extent.width, 1};
 }
 
-void Accumulator::clear(Parallel& parallel) const { fill_zero(sums_, extent_, accumulator(type_), parallel); }
+void Accumulator::clear(Parallel& parallel) const {
+  if (added_) fill_zero(sums_, extent_, type(), parallel);
+}
 
 void Accumulator::round(Parallel& parallel) const {
+  if (type() == type_) return;
   if (type_ == DType::bf16) round_planes<DType::bf16>(sums_, target_, extent_, parallel);
   if (type_ == DType::f16) round_planes<DType::f16>(sums_, target_, extent_, parallel);
 }

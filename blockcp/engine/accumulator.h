@@ -1,4 +1,4 @@
-// A tensor that is summed into: in the accumulator type, and rounded once at the end.
+// A result of backward: summed in the accumulator type and rounded once at the end, or written at once.
 #pragma once
 
 #include "blockcp/engine/engine.h"
@@ -19,19 +19,22 @@ void fill_zero(const Tensor& tensor, const Extent& extent, DType type, Parallel&
 class Accumulator {
  public:
   Accumulator() = default;
-  // Where `type` is its own accumulator the sums are made in `target` itself.
-  Accumulator(const Tensor& target, const Extent& extent, DType type);
+  // Where `type` is its own accumulator the sums are made in `target` itself; and where nothing is `added`, so that
+  // each row is written once or not at all.
+  Accumulator(const Tensor& target, const Extent& extent, DType type, bool added = true);
 
-  const Tensor& tensor() const { return sums_; }  // accumulator(type)
-  void clear(Parallel& parallel) const;
+  const Tensor& tensor() const { return sums_; }
+  DType type() const { return added_ ? accumulator(type_) : type_; }  // of tensor()
+  bool added() const { return added_; }
+
+  void clear(Parallel& parallel) const;  // if added to
   void round(Parallel& parallel) const;  // writes the target
 
  private:
-  bool in_place() const { return accumulator(type_) == type_; }
-
   Tensor target_, sums_;
   Extent extent_{};
   DType type_ = DType::f32;
+  bool added_ = true;
   Memory memory_;
 };
 

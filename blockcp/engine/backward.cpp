@@ -1,4 +1,5 @@
 #include <optional>
+#include <tuple>
 
 #include "blockcp/engine/courier.h"
 #include "blockcp/engine/run.h"
@@ -11,16 +12,17 @@ class Backward {
   Backward(const Call& call, const BackwardTensors& tensors)
       : call_(call),
         tensors_(tensors),
-        dq_(tensors.dq, extent(call.shape.q_heads, call.shape.head_dim), call.shape.dtype),
-        dk_(tensors.dk, extent(call.shape.kv_heads, call.shape.head_dim), call.shape.dtype),
-        dv_(tensors.dv, extent(call.shape.kv_heads, call.shape.value_dim), call.shape.dtype),
+        dq_(tensors.dq, extent(call.shape.q_heads, call.shape.head_dim), call.shape.dtype, !all_keys()),
+        dk_(tensors.dk, extent(call.shape.kv_heads, call.shape.head_dim), call.shape.dtype, !all_queries()),
+        dv_(tensors.dv, extent(call.shape.kv_heads, call.shape.value_dim), call.shape.dtype, !all_queries()),
         storage_(call, {tensors.k, tensors.v, &dq_, &dk_, &dv_}),
         courier_(call, storage_, call.schedule.backward),
         delta_memory_(call.batch * call.shape.q_heads * call.local_rows * size_of(sum_type())),
         delta_{delta_memory_.data(), call.shape.q_heads * call.local_rows, call.local_rows, 1, 1} {}
 
   std::exception_ptr run() {
-    std::exception_ptr failure = delta();
+    std::exception_ptr failure = all_keys() ? nullptr : delta();
+    for (const Piece& idle : call_.schedule.idle) see_nothing(idle);
     std::exception_ptr later =
         run_steps(storage_, courier_, call_.schedule.backward, [&](std::span<const Block> blocks) {
           if (!failure) compute(blocks);
@@ -30,6 +32,22 @@ class Backward {
   }
 
  private:
+  // What the blocks of a schedule know of each other, see BackwardArgs. On one rank every key has its queries here.
+  bool all_keys() const { return !call_.schedule.partial; }
+  bool all_queries() const { return all_keys() && call_.schedule.world == 1; }
+
+  // Rows of no block are not written otherwise.
+  void see_nothing(const Piece& rows) const {
+    for (const auto& [sums, heads, width] : {std::tuple{&dq_, call_.shape.q_heads, call_.shape.head_dim},
+                                             {&dk_, call_.shape.kv_heads, call_.shape.head_dim},
+                                             {&dv_, call_.shape.kv_heads, call_.shape.value_dim}}) {
+      if (sums->added()) continue;
+      Tensor part = sums->tensor();
+      part.data = rows_at(part, rows.row, call_.local_rows, sums->type()).data;
+      fill_zero(part, {1, heads, rows.count, width}, sums->type(), call_.parallel);
+    }
+  }
+
   Extent extent(int64_t heads, int64_t width) const { return {call_.batch, heads, call_.local_rows, width}; }
   DType type() const { return call_.shape.dtype; }
   DType sum_type() const { return accumulator(call_.shape.dtype); }
@@ -44,7 +62,7 @@ class Backward {
     block.lse = at(tensors_.lse, rows, sum_type());
     block.dout = at(tensors_.dout, rows, type());
     block.delta = at(delta_, rows, sum_type());
-    block.dq = at(dq_.tensor(), rows, sum_type());
+    block.dq = at(dq_.tensor(), rows, dq_.type());
   }
 
   // Once for every row, however many blocks it is in.
@@ -70,7 +88,7 @@ class Backward {
       work.push_back(attention_block(call_.schedule, storage_, block, true));
       add_queries(work.back(), block.q);
     }
-    call_.kernel.backward({call_.shape, call_.scale, work, &call_.parallel});
+    call_.kernel.backward({call_.shape, call_.scale, work, &call_.parallel, all_keys(), all_queries()});
   }
 
   const Call& call_;

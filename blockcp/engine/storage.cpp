@@ -30,7 +30,10 @@ KvRows Storage::rows(const Piece& piece) const {
   const Role role = call_.schedule.buffers[static_cast<size_t>(piece.buffer)].role;
   const auto at = [&](const Tensor& tensor) { return rows_at(tensor, piece.row, call_.local_rows, type(call_, role)); };
   if (piece.buffer == kKv) return {at(callers_.k), at(callers_.v)};
-  if (piece.buffer == kDkv) return {at(callers_.dk->tensor()), at(callers_.dv->tensor())};
+  const auto of = [&](const Accumulator& sums) {
+    return rows_at(sums.tensor(), piece.row, call_.local_rows, sums.type());
+  };
+  if (piece.buffer == kDkv) return {of(*callers_.dk), of(*callers_.dv)};
   return packed_rows(call_.shape, scratch(piece.buffer) + piece.row * row_bytes(call_, role), type(call_, role));
 }
 

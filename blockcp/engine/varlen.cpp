@@ -31,13 +31,13 @@ class Run {
   Rows queries(const Tensor& tensor, int64_t row, DType type) const { return rows_at(tensor, row, call_.q.rows, type); }
   Rows keys(const Tensor& tensor, int64_t row, DType type) const { return rows_at(tensor, row, call_.k.rows, type); }
 
-  // A block for every document with queries: where they stand, and their keys as `keys_of` gives them.
+  // A block for every document: where its queries stand, and its keys as `keys_of` gives them.
   template <class Queries, class Keys>
   std::vector<AttentionBlock> blocks(const Queries& add_queries, const Keys& keys_of) const {
     std::vector<AttentionBlock> all;
     for (int64_t i = 0; i < call_.q.documents(); ++i) {
       const Range q = call_.q.document(i), k = call_.k.document(i);
-      if (q.empty()) continue;
+      if (q.empty() && k.empty()) continue;
       AttentionBlock& block = all.emplace_back();
       block.q_count = q.size();
       block.q_pos = k.size() - q.size();
@@ -85,22 +85,20 @@ class Backward : Run {
   Backward(const Varlen& call, const BackwardTensors& tensors)
       : Run(call),
         tensors_(tensors),
-        dq_(tensors.dq, {1, call.shape.q_heads, call.q.rows, call.shape.head_dim}, type()),
-        dk_(tensors.dk, {1, call.shape.kv_heads, call.k.rows, call.shape.head_dim}, type()),
-        dv_(tensors.dv, {1, call.shape.kv_heads, call.k.rows, call.shape.value_dim}, type()),
         delta_memory_(call.shape.q_heads * call.q.rows * size_of(sum_type())),
         delta_{delta_memory_.data(), 0, call.q.rows, 1, 1} {}
 
   void run() const {
-    for (const Accumulator* sums : {&dq_, &dk_, &dv_}) sums->clear(call_.parallel);
     const auto add = [this](AttentionBlock& block, int64_t row) { add_queries(block, row); };
     const std::vector<AttentionBlock> work = blocks(add, [this](Range k) {
       return KeyRows{k.size(), keys(tensors_.k, k.begin, type()), keys(tensors_.v, k.begin, type()),
-                     keys(dk_.tensor(), k.begin, sum_type()), keys(dv_.tensor(), k.begin, sum_type())};
+                     keys(tensors_.dk, k.begin, type()), keys(tensors_.dv, k.begin, type())};
     });
-    compute_delta(call_.shape, in_runs(call_.q.values.back()), call_.parallel);
-    call_.kernel.backward({call_.shape, call_.scale, work, &call_.parallel});
-    for (const Accumulator* sums : {&dq_, &dk_, &dv_}) sums->round(call_.parallel);
+    call_.kernel.backward({call_.shape, call_.scale, work, &call_.parallel, true, true});
+    const AttentionShape& shape = call_.shape;
+    fill_rest(tensors_.dq, call_.q, shape.q_heads, shape.head_dim);
+    fill_rest(tensors_.dk, call_.k, shape.kv_heads, shape.head_dim);
+    fill_rest(tensors_.dv, call_.k, shape.kv_heads, shape.value_dim);
   }
 
  private:
@@ -110,22 +108,17 @@ class Backward : Run {
     block.lse = queries(tensors_.lse, row, sum_type());
     block.dout = queries(tensors_.dout, row, type());
     block.delta = queries(delta_, row, sum_type());
-    block.dq = queries(dq_.tensor(), row, sum_type());
+    block.dq = queries(tensors_.dq, row, type());
   }
 
-  // Rows [0, count) in pieces for all threads: delta does not care about documents.
-  std::vector<AttentionBlock> in_runs(int64_t count) const {
-    constexpr int64_t kRows = 128;
-    std::vector<AttentionBlock> runs;
-    for (int64_t row = 0; row < count; row += kRows) {
-      runs.emplace_back().q_count = std::min(kRows, count - row);
-      add_queries(runs.back(), row);
-    }
-    return runs;
+  // Rows of no document.
+  void fill_rest(Tensor rest, const Offsets& offsets, int64_t heads, int64_t width) const {
+    const int64_t end = offsets.values.back();
+    rest.data = rows_at(rest, end, offsets.rows, type()).data;
+    if (end < offsets.rows) fill_zero(rest, {1, heads, offsets.rows - end, width}, type(), call_.parallel);
   }
 
   const BackwardTensors& tensors_;
-  Accumulator dq_, dk_, dv_;
   Memory delta_memory_;
   Tensor delta_;
 };

@@ -10,8 +10,9 @@
 // A row that sees no key gets out = 0, lse = -inf and adds nothing. Rows that a query does not see are never read into
 // it, not even multiplied by zero: NaN there stays there. Sums are fp32 (fp64 for fp64).
 //
-// Same bits: with merge off, out, lse and dq of a row depend on its keys, their positions in the document and the
-// instruction set alone; not on threads, on how keys are cut into pieces, on k_pos, on other rows or on strides.
+// Same bits: with merge off and all_keys on, out, lse and dq of a row depend on its keys, their positions in the
+// document and the instruction set alone; not on threads, on how keys are cut into pieces, on k_pos, on other rows or
+// on strides.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +47,7 @@ struct Rows {
 struct KeyRows {
   int64_t count = 0;
   Rows k, v;    // storage type
-  Rows dk, dv;  // accumulator type, added to
+  Rows dk, dv;  // as BackwardArgs says
 };
 
 struct AttentionBlock {
@@ -62,7 +63,7 @@ struct AttentionBlock {
 
   Rows dout;   // storage type
   Rows delta;  // accumulator type, col unused
-  Rows dq;     // accumulator type, added to
+  Rows dq;     // as BackwardArgs says
 };
 
 struct ForwardArgs {
@@ -80,6 +81,12 @@ struct BackwardArgs {
   double scale = 1;
   std::span<const AttentionBlock> blocks;
   Parallel* parallel = nullptr;
+  // Every block has all keys that its queries see: dq is written (storage type), and delta is memory that the kernel
+  // may use, for it computes it from out and dout. Otherwise dq is added to (accumulator type), and delta is given.
+  bool all_keys = false;
+  // Every block has all queries that see its keys, and shares no key with another: dk and dv are written (storage
+  // type). Otherwise they are added to (accumulator type).
+  bool all_queries = false;
 };
 
 struct Kernel {

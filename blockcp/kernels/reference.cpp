@@ -116,14 +116,17 @@ void backward_row(const BackwardArgs& args, const AttentionBlock& block, const K
   const DType sums = accumulator(shape.dtype);
   const double lse = load(sums, block.lse, row, head);
   const Range seen = keys.view.seen(row);
-  if (seen.empty() || lse == Partial<double>::kNothing) return;
-
   const Vector q = load_row(shape.dtype, block.q, row, head, shape.head_dim);
+  Vector dq(q.size(), 0.0);
+  if (seen.empty() || lse == Partial<double>::kNothing) {
+    if (args.all_keys) store_row(shape.dtype, block.dq, row, head, dq);
+    return;
+  }
   const Vector dout = load_row(shape.dtype, block.dout, row, head, shape.value_dim);
-  const double delta = load(sums, block.delta, row, head);
+  const double delta = args.all_keys ? dot(load_row(shape.dtype, block.out, row, head, shape.value_dim), dout)
+                                     : load(sums, block.delta, row, head);
   const Vector scores = scores_of(q, keys, seen, args.scale);
   const double through = sees_one_key(block, row) ? 0 : 1;  // a factor, so that NaN stays NaN
-  Vector dq(q.size(), 0.0);
   for (int64_t i = seen.begin; i < seen.end; ++i) {
     const auto j = static_cast<size_t>(i);
     const double p = std::exp(scores[static_cast<size_t>(i - seen.begin)] - lse);
@@ -132,6 +135,7 @@ void backward_row(const BackwardArgs& args, const AttentionBlock& block, const K
     add_scaled(gradients.dk[j], ds, q);
     add_scaled(gradients.dv[j], p, dout);
   }
+  if (args.all_keys) return store_row(shape.dtype, block.dq, row, head, dq);
   add_row(sums, block.dq, row, head, dq);
 }
 
@@ -147,8 +151,12 @@ void backward_block(const BackwardArgs& args, const AttentionBlock& block, int64
   }
   for (int64_t j = 0; j < keys.view.size(); ++j) {
     const auto [piece, row] = keys.view.locate(j);
-    add_row(accumulator(shape.dtype), piece->dk, row, kv_head, gradients.dk[static_cast<size_t>(j)]);
-    add_row(accumulator(shape.dtype), piece->dv, row, kv_head, gradients.dv[static_cast<size_t>(j)]);
+    const auto put = [&](const Rows& to, const Vector& gradient) {
+      if (args.all_queries) return store_row(shape.dtype, to, row, kv_head, gradient);
+      add_row(accumulator(shape.dtype), to, row, kv_head, gradient);
+    };
+    put(piece->dk, gradients.dk[static_cast<size_t>(j)]);
+    put(piece->dv, gradients.dv[static_cast<size_t>(j)]);
   }
 }
 

@@ -3,6 +3,9 @@
 // A key block's dk and dv are summed by one thread and added once. A tile's dq gets the key blocks' shares in ascending
 // order: key block j + 1 adds to a tile only after block j has passed it. Items start in ascending order, so the wait
 // ends, and with one long document the threads follow each other down its tiles.
+//
+// Where a block has all keys of its queries, the first key block that a tile meets starts its dq at zero, and the last
+// one writes it; in between it lies in dq itself, or, where that is of a 16-bit type, in a buffer.
 #include <algorithm>
 #include <limits>
 
@@ -21,6 +24,14 @@ struct Item {
   bool first;  // of its block and head
 };
 
+// A tile as a key block meets it: whether its dq starts here, and whether it ends here.
+struct Meeting {
+  TileRows rows;
+  bool starts, ends;
+};
+
+constexpr int64_t kSomeRows = 16;  // of which delta is computed at a time
+
 // Memory of one thread.
 template <class E>
 struct Scratch {
@@ -36,6 +47,8 @@ struct Scratch {
         dq(sizes.tile_rows, sizes.key_width),
         p(sizes.tile_rows, sizes.key_block),
         ds(sizes.tile_rows, sizes.key_block),
+        some_out(kSomeRows, sizes.value_width),
+        some_dout(kSomeRows, sizes.value_width),
         k_panels(sizes.key_block * sizes.key_depth),
         v_panels(sizes.key_block * sizes.value_depth),
         numbers(3 * sizes.tile_rows),
@@ -46,7 +59,7 @@ struct Scratch {
         first_row(static_cast<size_t>(sizes.key_block)),
         end_row(static_cast<size_t>(sizes.key_block)) {
     // Nothing may be allocated between the first item and the last: others wait for a thread's items.
-    spans.reserve(static_cast<size_t>(3 * sizes.tile_rows + 4 * sizes.key_block));
+    spans.reserve(static_cast<size_t>(4 * sizes.tile_rows + 4 * sizes.key_block));
     if constexpr (kTerms<E> != 1) {
       k_pairs = PackedBuffer<E>(sizes.key_block / kTerms<E>, sizes.key_width);
       q_pairs = PackedBuffer<E>(sizes.tile_rows / kTerms<E>, sizes.key_width);
@@ -86,7 +99,7 @@ struct Scratch {
   T* through() const { return numbers.get() + 2 * tile_rows; }
 
   PackedBuffer<E> k, v, q, dout, k_pairs, q_pairs, dout_pairs, ds_rows;
-  PackedBuffer<T> dk, dv, dq, p, ds;
+  PackedBuffer<T> dk, dv, dq, p, ds, some_out, some_dout;
   Buffer<E> k_panels, v_panels;
   Buffer<T> numbers;
   int64_t tile_rows;
@@ -99,7 +112,7 @@ struct Scratch {
 // Which earlier blocks must have added their dk and dv before a block adds its own, because they share key rows.
 class SharedKeys {
  public:
-  SharedKeys(std::span<const AttentionBlock> blocks, int64_t bytes) : before_(blocks.size()) {
+  SharedKeys(std::span<const AttentionBlock> blocks, size_t all, int64_t bytes) : before_(all) {
     std::vector<Entry> entries;
     for (size_t b = 0; b < blocks.size(); ++b) {
       for (const KeyRows& piece : blocks[b].keys) {
@@ -150,14 +163,16 @@ class Backward {
         isa_(isa),
         factors_(Factors<E>::of(args.scale)),
         sizes_(sizes_of(args.shape, isa)),
-        shared_(args.blocks, sizeof(T)),
+        shared_(args.all_queries ? std::span<const AttentionBlock>() : args.blocks, args.blocks.size(), sizeof(T)),
         finished_(args.blocks.size() * static_cast<size_t>(args.shape.kv_heads)) {
     plan_items();
+    plan_sums();
     const auto threads = static_cast<size_t>(args.parallel->threads());
     for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_));
   }
 
   void run() {
+    if (args_.all_keys) compute_deltas();
     args_.parallel->run(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
       run_item(static_cast<size_t>(item), *scratch_[static_cast<size_t>(thread)]);
     });
@@ -169,14 +184,83 @@ class Backward {
   void plan_items() {
     for (size_t b = 0; b < args_.blocks.size(); ++b) {
       const KeyGrid grid(args_.blocks[b], sizes_.key_block);
-      if (args_.blocks[b].q_count == 0) continue;
+      if (args_.blocks[b].q_count == 0 && !args_.all_queries) continue;
       for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
-        for (int64_t i = 0; i < grid.count(); ++i) {
+        for (int64_t i = 0; i < items_of(grid); ++i) {
           items_.push_back({static_cast<int32_t>(b), static_cast<int32_t>(h), grid.first() + i, i == 0});
         }
       }
     }
     passed_ = std::vector<std::atomic<int64_t>>(items_.size());
+  }
+
+  const AttentionBlock& block_of(const Item& item) const { return args_.blocks[static_cast<size_t>(item.block)]; }
+
+  // Of dk and dv.
+  DType key_gradients() const { return args_.all_queries ? args_.shape.dtype : accumulator(args_.shape.dtype); }
+
+  // With the tiles; for longer blocks, whose tiles come again and again, before.
+  bool computes_deltas(const KeyGrid& grid) const { return args_.all_keys && grid.count() <= 1; }
+
+  // Without keys there is still dq to write.
+  int64_t items_of(const KeyGrid& grid) const { return std::max<int64_t>(grid.count(), args_.all_keys ? 1 : 0); }
+
+  bool rounds_dq() const { return args_.all_keys && accumulator(args_.shape.dtype) != args_.shape.dtype; }
+
+  // Where dq of a block's rows is summed from key block to key block.
+  void plan_sums() {
+    const int64_t width = args_.shape.head_dim, heads = args_.shape.q_heads;
+    int64_t rows = 0;
+    for (const AttentionBlock& block : args_.blocks) {
+      const bool apart = rounds_dq() && KeyGrid(block, sizes_.key_block).count() > 1;
+      sums_.push_back(apart ? Rows{nullptr, heads * width, width, 1} : block.dq);
+      if (apart) rows += block.q_count;
+    }
+    sum_memory_ = Buffer<T>(rows * heads * width);
+    rows = 0;
+    for (size_t b = 0; b < sums_.size(); ++b) {
+      if (sums_[b].data != nullptr || !rounds_dq()) continue;
+      sums_[b].data = sum_memory_.get() + rows * heads * width;
+      rows += args_.blocks[b].q_count;
+    }
+  }
+
+  void compute_deltas() {
+    struct Part {
+      const AttentionBlock* block;
+      TileRows rows;
+    };
+    std::vector<Part> parts;
+    for (const AttentionBlock& block : args_.blocks) {
+      if (computes_deltas(KeyGrid(block, sizes_.key_block))) continue;
+      const int64_t rows = block.q_count * args_.shape.group();
+      for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
+        for (int64_t r = 0; r < rows; r += sizes_.tile_rows) parts.push_back({&block, tile_rows(block, h, r)});
+      }
+    }
+    args_.parallel->run(static_cast<int64_t>(parts.size()), [&](int64_t item, int thread) {
+      const auto& [block, rows] = parts[static_cast<size_t>(item)];
+      Scratch<E>& scratch = *scratch_[static_cast<size_t>(thread)];
+      compute_delta(rows, *block, scratch);
+      rows.each([&](int64_t r, int64_t row, int64_t head) { number<T>(block->delta, row, head) = scratch.delta()[r]; });
+    });
+  }
+
+  void compute_delta(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch) const {
+    const int64_t width = sizes_.value_dim;
+    const Packed<T> some_out = scratch.some_out, some_dout = scratch.some_dout;
+    for (int64_t begin = 0; begin < rows.count; begin += kSomeRows) {
+      const TileRows some{rows.begin + begin, std::min(kSomeRows, rows.count - begin), rows.group, rows.first_head};
+      pack_sums(some, args_.shape.dtype, block.out, width, some_out);
+      pack_sums(some, args_.shape.dtype, block.dout, width, some_dout);
+      isa_.dot_rows(some_out, some_dout, some.count, width, scratch.delta() + begin);
+    }
+  }
+
+  void pack_sums(const TileRows& rows, DType type, const Rows& from, int64_t width, Packed<T> dst) const {
+    rows.each_run(type, from, [&](int64_t r, int64_t count, const Strided& src) {
+      isa_.pack_sums(src, count, width, T{1}, below(dst, r));
+    });
   }
 
   std::atomic<int64_t>& finished(int64_t block, int64_t kv_head) {
@@ -185,14 +269,18 @@ class Backward {
 
   void run_item(size_t index, Scratch<E>& scratch) {
     const Item& item = items_[index];
-    const AttentionBlock& block = args_.blocks[static_cast<size_t>(item.block)];
+    const AttentionBlock& block = block_of(item);
     const KeyGrid grid(block, sizes_.key_block);
     const int64_t keys = pack_block(grid, item, scratch);
 
     const int64_t rows = block.q_count * args_.shape.group();
     for (int64_t begin = 0; begin < rows; begin += sizes_.tile_rows) {
       const TileRows tile = tile_rows(block, item.kv_head, begin);
-      if (reaches(tile, grid, item.key_block)) run_tile(index, tile, block, grid, keys, scratch);
+      const Range met = key_blocks(tile, grid);
+      if (item.key_block < met.begin || item.key_block >= met.end) continue;
+      const bool starts = args_.all_keys && item.key_block == met.begin;
+      const bool ends = args_.all_keys && item.key_block + 1 == met.end;
+      run_tile(index, {tile, starts, ends}, grid, keys, scratch);
     }
     passed_[index].store(std::numeric_limits<int64_t>::max(), std::memory_order_release);
     add_key_gradients(grid, item, scratch);
@@ -235,41 +323,46 @@ class Backward {
 
   // While a tile is worked on, its dq is fetched, and the next tile's rows; or, after the last, where dk and dv go, and
   // what this thread will probably work on next: as many items further on as there are threads.
-  void look_ahead(size_t index, const AttentionBlock& block, const KeyGrid& grid, const TileRows& rows,
-                  Scratch<E>& scratch) const {
+  void look_ahead(size_t index, const Meeting& tile, const KeyGrid& grid, Scratch<E>& scratch) const {
     const Item& item = items_[index];
-    const DType sums = accumulator(args_.shape.dtype);
+    const AttentionBlock& block = block_of(item);
     auto& spans = scratch.spans;
     spans.clear();
-    append_spans(rows, sums, block.dq, sizes_.head_dim, spans);
-    const int64_t next = rows.begin + rows.count, next_item = static_cast<int64_t>(index + scratch_.size());
+    const auto [type, dq] = dq_after(item, tile);
+    append_spans(tile.rows, type, dq, sizes_.head_dim, spans);
+    const int64_t next = tile.rows.begin + tile.rows.count;
+    const auto next_item = static_cast<int64_t>(index + scratch_.size());
     if (next < block.q_count * args_.shape.group()) {
-      append_rows(block, item.kv_head, next, spans);
+      append_rows(item, grid, next, spans);
     } else {
-      append_spans(grid, item.key_block, sums, &KeyRows::dk, item.kv_head, sizes_.head_dim, spans);
-      append_spans(grid, item.key_block, sums, &KeyRows::dv, item.kv_head, sizes_.value_dim, spans);
+      append_spans(grid, item.key_block, key_gradients(), &KeyRows::dk, item.kv_head, sizes_.head_dim, spans);
+      append_spans(grid, item.key_block, key_gradients(), &KeyRows::dv, item.kv_head, sizes_.value_dim, spans);
       if (next_item < static_cast<int64_t>(items_.size())) append_item(items_[static_cast<size_t>(next_item)], spans);
     }
     scratch.ahead = Ahead(spans);
   }
 
-  void append_rows(const AttentionBlock& block, int64_t kv_head, int64_t begin, std::vector<Ahead::Span>& spans) const {
-    const TileRows rows = tile_rows(block, kv_head, begin);
+  void append_rows(const Item& item, const KeyGrid& grid, int64_t begin, std::vector<Ahead::Span>& spans) const {
+    const AttentionBlock& block = block_of(item);
+    const TileRows rows = tile_rows(block, item.kv_head, begin);
+    if (computes_deltas(grid)) append_spans(rows, args_.shape.dtype, block.out, sizes_.value_dim, spans);
     append_spans(rows, args_.shape.dtype, block.q, sizes_.head_dim, spans);
     append_spans(rows, args_.shape.dtype, block.dout, sizes_.value_dim, spans);
   }
 
   void append_item(const Item& item, std::vector<Ahead::Span>& spans) const {
-    const AttentionBlock& block = args_.blocks[static_cast<size_t>(item.block)];
-    const KeyGrid grid(block, sizes_.key_block);
+    const KeyGrid grid(block_of(item), sizes_.key_block);
     append_spans(grid, item.key_block, args_.shape.dtype, &KeyRows::k, item.kv_head, sizes_.head_dim, spans);
     append_spans(grid, item.key_block, args_.shape.dtype, &KeyRows::v, item.kv_head, sizes_.value_dim, spans);
-    if (item.first) append_rows(block, item.kv_head, 0, spans);
+    if (item.first) append_rows(item, grid, 0, spans);
   }
 
-  bool reaches(const TileRows& tile, const KeyGrid& grid, int64_t key_block) const {
-    const int64_t from = key_block * sizes_.key_block;
-    return grid.seen(tile.row(0)).begin < from + sizes_.key_block && grid.seen(tile.row(tile.count - 1)).end > from;
+  // Key blocks from the first that a row of the tile sees to the last; one in any case.
+  Range key_blocks(const TileRows& tile, const KeyGrid& grid) const {
+    const Range seen{grid.seen(tile.row(0)).begin, grid.seen(tile.row(tile.count - 1)).end};
+    const int64_t last = grid.first() + std::max<int64_t>(grid.count() - 1, 0);
+    const int64_t begin = std::clamp(seen.begin / sizes_.key_block, grid.first(), last);
+    return {begin, std::clamp((seen.end - 1) / sizes_.key_block, begin, last) + 1};
   }
 
   // Which keys of the block each row of the tile sees; false if none does.
@@ -300,26 +393,33 @@ class Backward {
     }
   }
 
-  void run_tile(size_t index, const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, int64_t key_count,
-                Scratch<E>& scratch) {
-    const bool any = find_keys(rows, grid, items_[index].key_block, scratch);
+  void run_tile(size_t index, const Meeting& tile, const KeyGrid& grid, int64_t key_count, Scratch<E>& scratch) {
+    const Item& item = items_[index];
+    const TileRows& rows = tile.rows;
+    const bool any = find_keys(rows, grid, item.key_block, scratch);
     const Seen seen{scratch.first_key.data(), scratch.end_key.data(), scratch.first_row.data(), scratch.end_row.data()};
-    const BackwardTile<E> tile = scratch.tile(rows.count, factors_);
+    const BackwardTile<E> queries = scratch.tile(rows.count, factors_);
     const BackwardKeys<E> keys = scratch.keys(key_count);
     if (any) {
       find_rows(rows.count, key_count, scratch);
-      pack_rows(rows, block, scratch);
-      look_ahead(index, block, grid, rows, scratch);
-      isa_.backward(sizes_, seen, keys, tile);
+      pack_rows(rows, block_of(item), computes_deltas(grid), scratch);
+      look_ahead(index, tile, grid, scratch);
+      isa_.backward(sizes_, seen, keys, queries);
     }
-    if (!items_[index].first) {
+    if (!item.first) {
       wait_until([&] { return passed_[index - 1].load(std::memory_order_acquire) > rows.begin; });
     }
-    if (any) add_dq(rows, block, seen, keys, tile, scratch);
+    if (any || tile.starts || tile.ends) {
+      const Packed<T> dq = scratch.dq;
+      start_dq(item, tile, dq);
+      if (any) isa_.backward_dq(sizes_, seen, keys, queries, dq);
+      const auto [type, to] = dq_after(item, tile);
+      unpack_tile(isa_, rows, dq, scratch.ones.data(), sizes_.head_dim, type, to);
+    }
     passed_[index].store(rows.begin + 1, std::memory_order_release);
   }
 
-  void pack_rows(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch) {
+  void pack_rows(const TileRows& rows, const AttentionBlock& block, bool needs_delta, Scratch<E>& scratch) {
     const DType type = args_.shape.dtype;
     const Packed<E> q = scratch.q, dout = scratch.dout;
     pack_tile(isa_, rows, type, block.q, sizes_.head_dim, factors_.q, q);
@@ -328,40 +428,45 @@ class Backward {
       pair_rows(isa_, q, {0, rows.count}, sizes_.key_width, Packed<E>(scratch.q_pairs));
       pair_rows(isa_, dout, {0, rows.count}, sizes_.value_width, Packed<E>(scratch.dout_pairs));
     }
+    if (needs_delta) compute_delta(rows, block, scratch);
     rows.each([&](int64_t r, int64_t row, int64_t head) {
+      if (!needs_delta) scratch.delta()[r] = number<T>(block.delta, row, head);
       const T lse = number<T>(block.lse, row, head);
       // A row without weights: relative to infinity all of them are 0.
       scratch.lse()[r] = lse == Partial<T>::kNothing ? -lse : static_cast<T>(lse * kLog2E);
-      scratch.delta()[r] = number<T>(block.delta, row, head);
       scratch.through()[r] = sees_one_key(block, row) ? T{0} : T{1};
     });
   }
 
-  void add_dq(const TileRows& rows, const AttentionBlock& block, const Seen& seen, const BackwardKeys<E>& keys,
-              const BackwardTile<E>& tile, Scratch<E>& scratch) {
-    const DType sums = accumulator(args_.shape.dtype);
-    const Packed<T> dq = scratch.dq;
-    rows.each_run(sums, block.dq, [&](int64_t r, int64_t count, const Strided& src) {
-      isa_.pack_sums(src, count, sizes_.head_dim, T{1}, below(dq, r));
-    });
-    isa_.backward_dq(sizes_, seen, keys, tile, dq);
-    unpack_tile(isa_, rows, dq, scratch.ones.data(), sizes_.head_dim, sums, block.dq);
+  void start_dq(const Item& item, const Meeting& tile, Packed<T> dq) const {
+    if (!tile.starts) {
+      const Rows& sums = sums_[static_cast<size_t>(item.block)];
+      return pack_sums(tile.rows, accumulator(args_.shape.dtype), sums, sizes_.head_dim, dq);
+    }
+    for (int64_t r = 0; r < tile.rows.count; ++r) std::fill_n(dq.row(r), sizes_.key_width, T{0});
+  }
+
+  std::pair<DType, Rows> dq_after(const Item& item, const Meeting& tile) const {
+    if (tile.ends) return {args_.shape.dtype, block_of(item).dq};
+    return {accumulator(args_.shape.dtype), sums_[static_cast<size_t>(item.block)]};
   }
 
   void add_key_gradients(const KeyGrid& grid, const Item& item, Scratch<E>& scratch) {
     for (const int32_t before : shared_.before(static_cast<size_t>(item.block))) {
-      const int64_t items = KeyGrid(args_.blocks[static_cast<size_t>(before)], sizes_.key_block).count();
+      const int64_t items = items_of(KeyGrid(args_.blocks[static_cast<size_t>(before)], sizes_.key_block));
       wait_until([&] { return finished(before, item.kv_head).load(std::memory_order_acquire) == items; });
     }
-    const DType sums = accumulator(args_.shape.dtype);
     const int64_t from = item.key_block * sizes_.key_block;
     const Range held = grid.held(item.key_block);
     multiply(below(Packed<T>(scratch.dk), held.begin - from), held.size(), factors_.dk);
+    const auto put = [&](Packed<T> rows, int64_t count, int64_t width, const Rows& to, int64_t row) {
+      const Strided dst = at(key_gradients(), to, row, item.kv_head, to.row);
+      if (args_.all_queries) return isa_.unpack(rows, scratch.ones.data(), count, width, dst);
+      isa_.add(rows, count, width, dst);
+    };
     grid.each_run(item.key_block, [&](int64_t r, const KeyRows& piece, int64_t row, int64_t count) {
-      isa_.add(below(Packed<T>(scratch.dk), r), count, sizes_.head_dim,
-               at(sums, piece.dk, row, item.kv_head, piece.dk.row));
-      isa_.add(below(Packed<T>(scratch.dv), r), count, sizes_.value_dim,
-               at(sums, piece.dv, row, item.kv_head, piece.dv.row));
+      put(below(Packed<T>(scratch.dk), r), count, sizes_.head_dim, piece.dk, row);
+      put(below(Packed<T>(scratch.dv), r), count, sizes_.value_dim, piece.dv, row);
     });
     finished(item.block, item.kv_head).fetch_add(1, std::memory_order_release);
   }
@@ -374,6 +479,8 @@ class Backward {
   std::vector<Item> items_;
   std::vector<std::atomic<int64_t>> passed_;    // per item: one more than the first row of the last tile it has passed
   std::vector<std::atomic<int64_t>> finished_;  // per block and KV head: key blocks whose dk and dv are added
+  std::vector<Rows> sums_;                      // of each block's dq
+  Buffer<T> sum_memory_;
   std::vector<std::unique_ptr<Scratch<E>>> scratch_;
 };
 

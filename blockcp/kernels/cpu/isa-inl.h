@@ -24,6 +24,7 @@ constexpr Isa<E> make_isa() {
              .pack = pack<E>,
              .pack_sums = pack<T>,
              .unpack = unpack<T>,
+             .dot_rows = dot_rows<T>,
              .add = add<T>,
              .make_panels = make_panels<E>,
              .pair_rows = nullptr,

@@ -143,6 +143,8 @@ struct Isa {
   void (*pack_sums)(const Strided& src, int64_t count, int64_t width, T factor, Packed<T> dst);
   // dst row i = src row i times factor[i], rounded to the type of dst.
   void (*unpack)(Packed<T> src, const T* factor, int64_t count, int64_t width, const Strided& dst);
+  // results[i] = <a row i, b row i>
+  void (*dot_rows)(Packed<T> a, Packed<T> b, int64_t count, int64_t width, T* results);
   // dst += src
   void (*add)(Packed<T> src, int64_t count, int64_t width, const Strided& dst);
   // Panel j holds the keys [j panel, (j + 1) panel) as [depth][panel]. Both counts are in whole vectors.

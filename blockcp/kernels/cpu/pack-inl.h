@@ -162,6 +162,18 @@ void unpack(Packed<T> src, const T* factor, int64_t count, int64_t width, const 
 }
 
 template <class T>
+void dot_rows(Packed<T> a, Packed<T> b, int64_t count, int64_t width, T* results) {
+  const Tag<T> tag;
+  for (int64_t i = 0; i < count; ++i) {
+    auto sums = hn::Zero(tag);
+    for (int64_t c = 0; c < width; c += kLanes<T>) {
+      sums = hn::MulAdd(hn::Load(tag, a.row(i) + c), hn::Load(tag, b.row(i) + c), sums);
+    }
+    results[i] = hn::GetLane(hn::SumOfLanes(tag, sums));
+  }
+}
+
+template <class T>
 void add(Packed<T> src, int64_t count, int64_t width, const Strided& dst) {
   const Tag<T> tag;
   T* to = static_cast<T*>(dst.data);
