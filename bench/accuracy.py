@@ -55,6 +55,7 @@ def arguments():
     return parser.parse_args()
 
 
+@torch.no_grad()
 def exact(q, k, v, dout):
     """(out, lse, dq, dk, dv) of heads [GROUP, rows, DIM] of one KV head, in double, some query rows at a time."""
     q, k, v, dout = (x.double() for x in (q, k, v, dout))

@@ -205,23 +205,21 @@ class Backward {
   // Without keys there is still dq to write.
   int64_t items_of(const KeyGrid& grid) const { return std::max<int64_t>(grid.count(), args_.all_keys ? 1 : 0); }
 
-  bool rounds_dq() const { return args_.all_keys && accumulator(args_.shape.dtype) != args_.shape.dtype; }
+  // Whether dq lies in a buffer between key blocks, because its own type is no accumulator.
+  bool sums_apart(const AttentionBlock& block) const {
+    const DType type = args_.shape.dtype;
+    return args_.all_keys && type != accumulator(type) && KeyGrid(block, sizes_.key_block).count() > 1;
+  }
 
-  // Where dq of a block's rows is summed from key block to key block.
   void plan_sums() {
     const int64_t width = args_.shape.head_dim, heads = args_.shape.q_heads;
-    int64_t rows = 0;
+    int64_t size = 0;
+    for (const AttentionBlock& block : args_.blocks) size += sums_apart(block) ? block.q_count * heads * width : 0;
+    sum_memory_ = Buffer<T>(size);
+    T* next = sum_memory_.get();
     for (const AttentionBlock& block : args_.blocks) {
-      const bool apart = rounds_dq() && KeyGrid(block, sizes_.key_block).count() > 1;
-      sums_.push_back(apart ? Rows{nullptr, heads * width, width, 1} : block.dq);
-      if (apart) rows += block.q_count;
-    }
-    sum_memory_ = Buffer<T>(rows * heads * width);
-    rows = 0;
-    for (size_t b = 0; b < sums_.size(); ++b) {
-      if (sums_[b].data != nullptr || !rounds_dq()) continue;
-      sums_[b].data = sum_memory_.get() + rows * heads * width;
-      rows += args_.blocks[b].q_count;
+      sums_.push_back(sums_apart(block) ? Rows{next, heads * width, width, 1} : block.dq);
+      if (sums_apart(block)) next += block.q_count * heads * width;
     }
   }
 
