@@ -7,11 +7,11 @@ compared. For fp64, the error is how far two computations in double are apart.
 
 import argparse
 import dataclasses
-import json
 import os
-import pathlib
 import random
+import sys
 
+import results
 import torch
 from torch.nn import functional
 
@@ -50,7 +50,7 @@ def arguments():
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
     parser.add_argument("--kernel", help="a name or family, as in blockcp.attention (default: the best)")
     parser.add_argument("--dtype", choices=TYPES, nargs="+", default=list(TYPES), help="only these")
-    parser.add_argument("--rows", type=int, nargs="+", default=LENGTHS, help="lengths of the document")
+    parser.add_argument("--rows", type=results.positive, nargs="+", default=LENGTHS, help="lengths of the document")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="default: fresh")
     return parser.parse_args()
 
@@ -105,8 +105,8 @@ def errors(case, seed, kernel):
         for i, right in enumerate(truth):
             heads = head if NAMES[i] in ("dk", "dv") else group
             squares[i, -1] += right.square().sum()
-            for way, results in enumerate(ways):
-                squares[i, way] += (results[i][0, heads] - right).square().sum()
+            for way, found in enumerate(ways):
+                squares[i, way] += (found[i][0, heads] - right).square().sum()
     return (squares[:, :-1] / squares[:, -1:]).sqrt().tolist()
 
 
@@ -125,8 +125,9 @@ def rows_of(case, found):
         }
 
 
-def main():
-    options = arguments()
+def run(options):
+    if options.json is not None:
+        options.json = results.checked(options.json)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     print(f"seed {options.seed}, kernel {options.kernel or 'the best'}; ours / torch {torch.__version__}'s\n")
     print(f"| type | rows | {' | '.join(NAMES)} |\n|{' --- |' * (len(NAMES) + 2)}")
@@ -136,9 +137,19 @@ def main():
         rows += rows_of(case, found)
         cells = " | ".join(f"{ours:.1e} / {peer:.1e}" for ours, peer in found)
         print(f"| {case.dtype} | {case.rows} | {cells} |", flush=True)
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        if options.json:
+            results.write(options.json, rows)
+
+
+def main():
+    try:
+        run(arguments())
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,8 +8,11 @@ import table
 import torch
 import ways
 
-# A run of seconds needs no other one to warm it up, and counts.
+# Seconds of runs that do not count. A training step finds memory that the step before has given back; fresh memory is
+# slow, and on virtual machines for the first dozens of times. A single run that takes longer counts.
 WARM = 1.0
+# Short runs go on until they have taken so many seconds in all: more of them for the median.
+SPAN = 2.0
 # A peer whose runs take longer than SLOW seconds starts no further one that would end after BUDGET seconds in all.
 SLOW, BUDGET = 3.0, 6.0
 # Only the best peer counts: one that takes so many times as long as another is not run again.
@@ -49,7 +52,7 @@ class Runs:
     @property
     def wants_more(self):
         if len(self.seconds) >= self.repeat:
-            return False
+            return self.repeat > 1 and sum(self.seconds) < SPAN
         slow = self.name != ways.OURS and self.seconds and self.median > SLOW
         return not slow or sum(self.seconds) + self.median <= BUDGET
 
@@ -78,11 +81,10 @@ class Contest:
             hopeless = peer == "mask" and self.mask_is_hopeless(direction, runners, peak)
             runner = None if hopeless else self.warmed_peer(peer, direction, repeat)
             runners += [runner] if runner else []
-        for turn in range(repeat):
-            status(f"{label}: run {turn + 1} of {repeat}")
-            for runner in runners:
-                if runner.wants_more and not self.is_distant(runner, runners[1:]):
-                    self.keep(runner.name, direction, runner.go())
+        while active := [r for r in runners if r.wants_more and not self.is_distant(r, runners[1:])]:
+            for runner in active:
+                status(f"{label}: {runner.name}, run {len(runner.seconds) + 1}")
+                self.keep(runner.name, direction, runner.go())
         return runners[0], runners[1:]
 
     @staticmethod
@@ -117,6 +119,8 @@ class Contest:
             return None
         runs = Runs(way.name, self.run(way, direction), repeat)
         result = runs.go()
+        while sum(runs.seconds) < WARM:
+            result = runs.go()
         runs.warmed()
         if direction == "forward":
             self.check_agreement(way.name, result)
@@ -128,6 +132,7 @@ class Contest:
             return lambda: way.attend(*self.inputs)
         if way.name not in self.outs:
             self.outs[way.name] = way.attend(*self.inputs)
+            self.check_agreement(way.name, self.outs[way.name])
         out = self.outs[way.name]
         return lambda: torch.autograd.grad(out, self.inputs, self.grad_out, retain_graph=True)
 

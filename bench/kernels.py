@@ -6,12 +6,11 @@ measured and what the columns mean.
 """
 
 import argparse
-import json
 import os
-import pathlib
 import sys
 import time
 
+import results
 import table
 import targets
 import torch
@@ -31,13 +30,6 @@ KINDS = {"fp32": ("fp32_avx512", "fp32_avx2", "fp32_neon", "scalar"), "bf16": ("
 BUSY = 1.0  # load average from which other programs are likely to disturb
 
 
-def positive(text):
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def arguments(argv):
     parser = argparse.ArgumentParser(
         prog="script/bench kernels",
@@ -52,9 +44,13 @@ def arguments(argv):
     parser.add_argument(
         "--peers", nargs="*", choices=ways.PEERS, metavar="PEER", help=f"of {', '.join(ways.PEERS)} (default: all)"
     )
-    parser.add_argument("--repeat", type=positive, default=5, help="runs, of which the median counts (default: 5)")
-    parser.add_argument("--rows", type=positive, default=targets.ROWS, help="rows in all (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, help="default: one for each processor of this process")
+    parser.add_argument(
+        "--repeat", type=results.positive, default=5, help="runs, of which the median counts (default: 5)"
+    )
+    parser.add_argument(
+        "--rows", type=results.positive, default=targets.ROWS, help="rows in all (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=results.positive, help="default: one for each processor of this process")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     return parser.parse_args(argv)
 
@@ -149,20 +145,6 @@ def line_of(row, number, total):
     return f"{place:>7} {row['case']:42} {row['value']:8.1f} {row['peak']:7.1f} {row['of_peak']:6.3f} {peer}"
 
 
-def write(path, rows):
-    """Whole or not at all: whoever reads meanwhile sees the rows before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(rows, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        reason = error.strerror
-        raise ValueError(
-            f"[bench] --json must name a file that can be written, but {path} is none: {reason}."
-        ) from error
-
-
 def measured(cases, options, peaks):
     """Rows, one by one."""
     contest = None
@@ -185,7 +167,7 @@ def measure_all(cases, options, peaks, rows):
         status("")
         print(line_of(row, len(rows), len(cases)), flush=True)
         if options.json:
-            write(options.json, rows)
+            results.write(options.json, rows)
 
 
 def report(rows, options, peaks):
@@ -209,9 +191,8 @@ def run(options):
         print("\n".join(case.name for case in cases))
         return 0
     rows = []
-    if options.json:
-        options.json = pathlib.Path(options.json)
-        write(options.json, rows)
+    if options.json is not None:
+        options.json = results.checked(options.json)
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     peaks = Peaks(torch.get_num_threads())
     print(f"blockcp {blockcp.__version__}, torch {torch.__version__}, {peaks.threads} threads, {peaks}")

@@ -11,15 +11,6 @@
 
 namespace blockcp {
 
-// Whether a query row sees a single key of its document, whatever part of it is at hand. Its weight is 1 for any score,
-// so no gradient goes through the softmax: exactly 0, where <dout, v> - delta would leave a rounding error.
-inline bool sees_one_key(const AttentionBlock& block, int64_t row) {
-  const Band& band = *block.band;
-  const int64_t position = block.q_pos + row;
-  if (position < 0 || (!band.lo.empty() && position >= static_cast<int64_t>(band.lo.size()))) return false;
-  return band.end(position) - std::max<int64_t>(band.begin(position), 0) == 1;
-}
-
 class KeyView {
  public:
   explicit KeyView(const AttentionBlock& block) : block_(&block) {
@@ -51,5 +42,16 @@ class KeyView {
   const AttentionBlock* block_;
   int64_t size_ = 0;
 };
+
+// Whether a query row is known to see a single key of its document. Its weight is 1 for any score, so no gradient goes
+// through the softmax: exactly 0, where <dout, v> - delta would leave a rounding error. With part of the keys at hand
+// the band alone tells, which does not know where the document ends.
+inline bool sees_one_key(const AttentionBlock& block, int64_t row, bool all_keys) {
+  if (all_keys) return KeyView(block).seen(row).size() == 1;
+  const Band& band = *block.band;
+  const int64_t position = block.q_pos + row;
+  if (position < 0 || (!band.lo.empty() && position >= static_cast<int64_t>(band.lo.size()))) return false;
+  return band.end(position) - std::max<int64_t>(band.begin(position), 0) == 1;
+}
 
 }  // namespace blockcp

@@ -126,7 +126,7 @@ void backward_row(const BackwardArgs& args, const AttentionBlock& block, const K
   const double delta = args.all_keys ? dot(load_row(shape.dtype, block.out, row, head, shape.value_dim), dout)
                                      : load(sums, block.delta, row, head);
   const Vector scores = scores_of(q, keys, seen, args.scale);
-  const double through = sees_one_key(block, row) ? 0 : 1;  // a factor, so that NaN stays NaN
+  const double through = sees_one_key(block, row, args.all_keys) ? 0 : 1;  // a factor, so that NaN stays NaN
   for (int64_t i = seen.begin; i < seen.end; ++i) {
     const auto j = static_cast<size_t>(i);
     const double p = std::exp(scores[static_cast<size_t>(i - seen.begin)] - lse);

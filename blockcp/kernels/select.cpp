@@ -10,9 +10,18 @@ namespace blockcp {
 
 namespace {
 
-bool matches(std::string_view kernel, std::string_view wanted) {
-  if (wanted.empty() || kernel == wanted) return true;
-  return kernel.size() > wanted.size() && kernel.starts_with(wanted) && kernel[wanted.size()] == '_';
+bool is_of_family(std::string_view kernel, std::string_view family) {
+  return kernel.size() > family.size() && kernel.starts_with(family) && kernel[family.size()] == '_';
+}
+
+// A name that is one kernel's own means that one alone, even where it begins others'.
+std::vector<const Kernel*> kernels_called(std::string_view wanted) {
+  std::vector<const Kernel*> family;
+  for (const Kernel& kernel : all_kernels()) {
+    if (kernel.name == wanted) return {&kernel};
+    if (wanted.empty() || is_of_family(kernel.name, wanted)) family.push_back(&kernel);
+  }
+  return family;
 }
 
 std::string names_of_all() {
@@ -34,11 +43,10 @@ std::span<const Kernel> all_kernels() {
 
 const Kernel& select_kernel(const AttentionShape& shape, const Machine& machine, std::string_view wanted) {
   std::string refusals;
-  for (const Kernel& kernel : all_kernels()) {
-    if (!matches(kernel.name, wanted)) continue;
-    const std::string reason = kernel.why_not(shape, machine);
-    if (reason.empty()) return kernel;
-    refusals += fmt::format("{}{}: {}", refusals.empty() ? "" : "; ", kernel.name, reason);
+  for (const Kernel* kernel : kernels_called(wanted)) {
+    const std::string reason = kernel->why_not(shape, machine);
+    if (reason.empty()) return *kernel;
+    refusals += fmt::format("{}{}: {}", refusals.empty() ? "" : "; ", kernel->name, reason);
   }
   check_argument(
       !refusals.empty(),

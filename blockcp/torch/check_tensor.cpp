@@ -3,6 +3,9 @@
 #include <c10/core/ScalarType.h>
 #include <fmt/ranges.h>
 
+#include <cmath>
+#include <limits>
+
 namespace blockcp {
 namespace {
 
@@ -115,6 +118,16 @@ void check_saved(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
   check(out, of_out, type, "out must be what the forward returned");
   check(lse, of_lse, accumulator(type), "lse must be what the forward returned");
   check(dout, of_out, type, "the gradient of out must be like out");
+}
+
+double checked_scale(std::optional<double> scale, const AttentionShape& shape) {
+  if (!scale) return 1 / std::sqrt(static_cast<double>(shape.head_dim));
+  const DType sums = accumulator(shape.dtype);
+  const double largest = sums == DType::f64 ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  // Half of it: scores are multiplied with log2(e) as well.
+  check_argument(std::abs(*scale) <= largest / 2, "[torch] scale must be a finite number in {}, but it is {}.",
+                 name(sums), *scale);
+  return *scale;
 }
 
 }  // namespace blockcp

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -38,6 +39,10 @@ AttentionShape check_packed_qkv(const at::Tensor& q, const at::Tensor& k, const 
 // What backward is given beside q, k and v must be what forward returned, and a gradient of it: throws Error(argument).
 void check_saved(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& dout, at::IntArrayRef of_out,
                  at::IntArrayRef of_lse, DType type);
+
+// What scores are multiplied with: D ** -0.5 if nothing is given. Throws Error(argument) unless it is a number in the
+// type of the sums.
+double checked_scale(std::optional<double> scale, const AttentionShape& shape);
 
 // Runs body and turns the library's errors into torch's: ValueError for arguments, RuntimeError for faults.
 template <class Body>

@@ -3,7 +3,6 @@
 #include <torch/library.h>
 
 #include <array>
-#include <cmath>
 
 #include "blockcp/base/peak.h"
 #include "blockcp/kernels/select.h"
@@ -51,11 +50,9 @@ Prepared prepare(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
   Prepared call{.plan = find_plan(args.plan)};
   check_group(*call.plan, group);
   call.entry = &call.plan->entry(args.mask);
-  check_argument(std::isfinite(args.scale.value_or(1)), "[torch] scale must be a finite number, but it is {}.",
-                 args.scale.value_or(1));
   call.shape = check_qkv(q, k, v);
   check_rows(*call.plan, q);
-  call.scale = args.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  call.scale = checked_scale(args.scale, call.shape);
   call.kernel = &select_kernel(call.shape, machine(), args.kernel);
   return call;
 }

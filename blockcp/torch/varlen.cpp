@@ -13,7 +13,6 @@
 #include <torch/library.h>
 
 #include <array>
-#include <cmath>
 
 #include "blockcp/kernels/select.h"
 #include "blockcp/schedule/mask.h"
@@ -66,7 +65,7 @@ class VarlenCall {
               .q = {"cu_seqlens_q", span_of(q_offsets_), q.size(0)},
               .k = {"cu_seqlens_k", span_of(k_offsets_), k.size(0)},
               .band = closed_form(mask_of(args.causal, args.window)),
-              .scale = args.scale.value_or(1 / std::sqrt(static_cast<double>(shape_.head_dim))),
+              .scale = checked_scale(args.scale, shape_),
               .kernel = select_kernel(shape_, machine(), args.kernel),
               .parallel = *parallel_} {
     check_offsets(call_.q, call_.k);

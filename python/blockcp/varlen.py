@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,14 +69,17 @@ def varlen(
         _longest(max_seqlen_k, "max_seqlen_k"),
         bool(causal),
         _window(causal, window),
-        None if scale is None else float(scale),
-        kernel or "",
+        _scale(scale),
+        _kernel(kernel),
     )
     return (out, lse) if return_lse else out
 
 
 # The dispatcher would look for a kernel of the other device instead of complaining.
 def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"[varlen] {name} must be a tensor, but it is a {type(value).__name__}.")
     if not q.device == k.device == v.device:
         raise ValueError(
             f"[varlen] q, k and v must be on one device, but they are on {q.device}, {k.device} and {v.device}."
@@ -83,10 +87,28 @@ def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _offsets(values: Offsets, name: str) -> torch.Tensor:
-    values = torch.as_tensor(values)
+    if not isinstance(values, torch.Tensor):
+        try:
+            values = torch.tensor(values)  # a copy: backward needs the numbers of forward
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"[varlen] {name} must be integers, but it is {values!r}: {error}.") from error
+    if values.layout != torch.strided:
+        raise ValueError(f"[varlen] {name} must be dense, but its layout is {values.layout}.")
     if values.device.type != "cpu":
         raise ValueError(f"[varlen] {name} must be on the CPU in this build, but it is on {values.device}.")
     return values
+
+
+def _scale(scale: Any) -> float | None:
+    if scale is None or (isinstance(scale, numbers.Real) and not isinstance(scale, bool)):
+        return None if scale is None else float(scale)
+    raise ValueError(f"[varlen] scale must be a number or None, but it is {scale!r}.")
+
+
+def _kernel(kernel: Any) -> str:
+    if kernel is None or isinstance(kernel, str):
+        return kernel or ""
+    raise ValueError(f"[varlen] kernel must be a name or None, but it is {kernel!r}.")
 
 
 def _longest(value: Any, name: str) -> int | None:

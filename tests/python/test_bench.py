@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import contest  # noqa: E402
 import kernels  # noqa: E402
 import packings  # noqa: E402
+import results  # noqa: E402
 import table  # noqa: E402
 import targets  # noqa: E402
 import ways  # noqa: E402
@@ -225,6 +226,18 @@ def test_a_tiny_run_writes_whole_rows(tmp_path):
     assert [name for name in tmp_path.iterdir()] == [path]
 
 
+def test_results_go_where_a_name_leads(tmp_path):
+    target, link = tmp_path / "rows.json", tmp_path / "link"
+    target.write_text("before")
+    link.symlink_to(target)
+    path = results.checked(str(link))
+    assert target.read_text() == "before"  # until there are rows
+    results.write(path, [{"case": "a"}])
+    assert link.is_symlink() and json.loads(target.read_text()) == [{"case": "a"}]
+    results.write(results.checked("/dev/null"), [])
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
 def test_an_interrupted_run_has_written_its_rows(tmp_path, monkeypatch, capsys):
     def interrupted(cases, options, peaks):
         yield {"case": cases[0].name, "value": 1.0, "peak": 2.0, "of_peak": 0.5, "peer": None}
@@ -243,7 +256,12 @@ def test_an_interrupted_run_has_written_its_rows(tmp_path, monkeypatch, capsys):
     [
         (["--only", "nowhere"], "'nowhere' is in none of"),
         (["--only", "long/d64/h8-2/fp64/forward/causal"], "is 'long/d64/h8-2/fp64/forward/causal'"),
-        (["--json", "/no such folder/rows.json"], "but /no such folder/rows.json is none: No such file or directory."),
+        (
+            ["--json", "/no such folder/rows.json"],
+            "but '/no such folder/rows.json' is none: No such file or directory.",
+        ),
+        (["--json", "."], "but '.' is none: Is a directory."),
+        (["--json", ""], "but '' is none: No such file or directory."),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, message, capsys):

@@ -272,6 +272,16 @@ def test_KE_05_offsets_of_both_widths_and_lists():
         ({"window": (2, 1), "causal": True}, ["(2, 1)"]),
         ({"window": (-2, 0)}, ["-2"]),
         ({"kernel": "abacus"}, ["abacus"]),
+        ({"kernel": 3}, ["kernel", "3"]),
+        ({"scale": float("nan")}, ["scale", "nan"]),
+        ({"scale": 1e300}, ["scale", "fp32", "1e+300"]),
+        ({"scale": "1"}, ["scale", "'1'"]),
+        ({"scale": True}, ["scale", "True"]),
+        ({"q": None}, ["q must be a tensor", "NoneType"]),
+        ({"cu_seqlens_q": None}, ["cu_seqlens_q", "None"]),
+        ({"cu_seqlens_k": "0,9"}, ["cu_seqlens_k", "'0,9'"]),
+        ({"cu_seqlens_q": [0, 2**64]}, ["cu_seqlens_q", "18446744073709551616"]),
+        ({"cu_seqlens_q": torch.tensor([0, 9]).to_sparse()}, ["cu_seqlens_q", "sparse"]),
     ],
 )
 def test_KE_05_misuse_is_refused_with_its_values(changes, words):

@@ -2,7 +2,8 @@
 //
 // A key block's dk and dv are summed by one thread and added once. A tile's dq gets the key blocks' shares in ascending
 // order: key block j + 1 adds to a tile only after block j has passed it. Items start in ascending order, so the wait
-// ends, and with one long document the threads follow each other down its tiles.
+// ends, and with one long document and KV head the threads follow each other down its tiles. That costs them the tiles
+// that only the first of them sees, so where there are several documents or heads each thread has its own.
 //
 // Where a block has all keys of its queries, the first key block that a tile meets starts its dq at zero, and the last
 // one writes it; in between it lies in dq itself, or, where that is of a 16-bit type, in a buffer.
@@ -21,7 +22,14 @@ namespace {
 struct Item {
   int32_t block, kv_head;
   int64_t key_block;
-  bool first;  // of its block and head
+  int64_t previous;  // the item of the key block before, or -1
+};
+
+// All key blocks of a block and KV head.
+struct Chain {
+  int32_t block, kv_head;
+  int64_t first, count;
+  int64_t last_item = -1;  // so far
 };
 
 // A tile as a key block meets it: whether its dq starts here, and whether it ends here.
@@ -181,17 +189,30 @@ class Backward {
  private:
   using T = Sum<E>;
 
+  // As many chains side by side as there are threads; but blocks that may share keys one after the other.
   void plan_items() {
+    std::vector<Chain> chains;
     for (size_t b = 0; b < args_.blocks.size(); ++b) {
       const KeyGrid grid(args_.blocks[b], sizes_.key_block);
-      if (args_.blocks[b].q_count == 0 && !args_.all_queries) continue;
+      if ((args_.blocks[b].q_count == 0 && !args_.all_queries) || items_of(grid) == 0) continue;
       for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
-        for (int64_t i = 0; i < items_of(grid); ++i) {
-          items_.push_back({static_cast<int32_t>(b), static_cast<int32_t>(h), grid.first() + i, i == 0});
-        }
+        chains.push_back({static_cast<int32_t>(b), static_cast<int32_t>(h), grid.first(), items_of(grid)});
       }
+      const bool enough = static_cast<int>(chains.size()) >= args_.parallel->threads();
+      if (enough || !args_.all_queries) append_items(std::move(chains));
     }
+    append_items(std::move(chains));
     passed_ = std::vector<std::atomic<int64_t>>(items_.size());
+  }
+
+  void append_items(std::vector<Chain>&& chains) {
+    for (int64_t i = 0; !chains.empty(); ++i) {
+      for (Chain& chain : chains) {
+        items_.push_back({chain.block, chain.kv_head, chain.first + i, chain.last_item});
+        chain.last_item = static_cast<int64_t>(items_.size()) - 1;
+      }
+      std::erase_if(chains, [i](const Chain& chain) { return i + 1 == chain.count; });
+    }
   }
 
   const AttentionBlock& block_of(const Item& item) const { return args_.blocks[static_cast<size_t>(item.block)]; }
@@ -352,7 +373,7 @@ class Backward {
     const KeyGrid grid(block_of(item), sizes_.key_block);
     append_spans(grid, item.key_block, args_.shape.dtype, &KeyRows::k, item.kv_head, sizes_.head_dim, spans);
     append_spans(grid, item.key_block, args_.shape.dtype, &KeyRows::v, item.kv_head, sizes_.value_dim, spans);
-    if (item.first) append_rows(item, grid, 0, spans);
+    if (item.previous < 0) append_rows(item, grid, 0, spans);
   }
 
   // Key blocks from the first that a row of the tile sees to the last; one in any case.
@@ -404,8 +425,9 @@ class Backward {
       look_ahead(index, tile, grid, scratch);
       isa_.backward(sizes_, seen, keys, queries);
     }
-    if (!item.first) {
-      wait_until([&] { return passed_[index - 1].load(std::memory_order_acquire) > rows.begin; });
+    if (item.previous >= 0) {
+      const auto& passed = passed_[static_cast<size_t>(item.previous)];
+      wait_until([&] { return passed.load(std::memory_order_acquire) > rows.begin; });
     }
     if (any || tile.starts || tile.ends) {
       const Packed<T> dq = scratch.dq;
@@ -432,7 +454,7 @@ class Backward {
       const T lse = number<T>(block.lse, row, head);
       // A row without weights: relative to infinity all of them are 0.
       scratch.lse()[r] = lse == Partial<T>::kNothing ? -lse : static_cast<T>(lse * kLog2E);
-      scratch.through()[r] = sees_one_key(block, row) ? T{0} : T{1};
+      scratch.through()[r] = sees_one_key(block, row, args_.all_keys) ? T{0} : T{1};
     });
   }
 

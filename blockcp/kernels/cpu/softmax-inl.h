@@ -148,7 +148,8 @@ struct Weigher {
   HWY_INLINE V ds(V p, V dp) const { return hn::Mul(p, hn::MulSub(dp, ds_factor, delta)); }
 };
 
-// kTerms<E> rows of backward from `r` on: scores become p, and <dout, v> becomes ds, at least in [first, end).
+// kTerms<E> rows of backward from `r` on: scores become p, and <dout, v> becomes ds, at least in [first, end). What
+// comes out elsewhere, and of a row behind the last, is of no meaning: products take nothing outside their ranges.
 template <class E>
 HWY_INLINE void weigh(const BackwardTile<E>& tile, int64_t r, int64_t first, int64_t end) {
   using T = Sum<E>;
