@@ -30,7 +30,9 @@ HWY_INLINE Vector<Sum<E>> load_elements(const E* from) {
 
 template <class E>
 HWY_INLINE Vector<Sum<E>> spread_element(const E& from) {
-  return hn::Set(Tag<Sum<E>>(), reinterpret_cast<const Sum<E>&>(from));
+  Sum<E> bits;
+  __builtin_memcpy(&bits, &from, sizeof bits);
+  return hn::Set(Tag<Sum<E>>(), bits);
 }
 
 // The bits of those terms of an element that are in [first, end).
@@ -44,8 +46,8 @@ HWY_INLINE Vector<Sum<E>> terms_inside(int64_t first, int64_t end) {
 }
 
 #if HWY_TARGET == HWY_AVX3
-// Highway has no name for these two instructions. The registers are the compiler's to choose, the rest is no more than
-// the instruction.
+// Highway has no names for the instructions of AVX-512 BF16. Spelled out they need no compiler flag, under which code
+// for other processors could end up in this file; registers are the compiler's to choose.
 HWY_INLINE Vector<float> multiply_pairs(Vector<float> a, Vector<float> b, Vector<float> sum) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
   return sum;

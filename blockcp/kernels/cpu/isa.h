@@ -20,7 +20,12 @@ namespace blockcp::cpu {
 
 inline constexpr int kTileHeight = 6;  // rows of the register tile
 
-// Two bf16 that are neighbours in a sum: c += a.low b.low + a.high b.high, in fp32.
+// Two bf16 that are neighbours in a sum: c += a.low b.low + a.high b.high, in fp32. So a matrix m has two forms:
+//
+//   for sums along rows  row r:      m(r, 0) m(r, 1)     | m(r, 2) m(r, 3)     | ...   q, dout, weights, ds_rows
+//   for sums over rows   row r / 2:  m(r, 0) m(r + 1, 0) | m(r, 1) m(r + 1, 1) | ...   *_terms, p, ds
+//
+// Panels are the first form turned: [pair of columns][key].
 struct Pair {
   uint16_t low, high;
 };
