@@ -13,8 +13,6 @@ import ways
 WARM = 1.0
 # Short runs go on until they have taken so many seconds in all: more of them for the median.
 SPAN = 2.0
-# A peer whose runs take longer than SLOW seconds starts no further one that would end after BUDGET seconds in all.
-SLOW, BUDGET = 3.0, 6.0
 # Only the best peer counts: one that takes so many times as long as another is not run again.
 DISTANT = 1.25
 # Of the norm of `out`. Roundings stay far below; one key too many or too few in a window of 1024 is 0.04.
@@ -51,10 +49,7 @@ class Runs:
 
     @property
     def wants_more(self):
-        if len(self.seconds) >= self.repeat:
-            return self.repeat > 1 and sum(self.seconds) < SPAN
-        slow = self.name != ways.OURS and self.seconds and self.median > SLOW
-        return not slow or sum(self.seconds) + self.median <= BUDGET
+        return len(self.seconds) < self.repeat or (self.repeat > 1 and sum(self.seconds) < SPAN)
 
 
 class Contest:
