@@ -64,6 +64,11 @@ void fill_zero(const Tensor& tensor, const Extent& extent, DType type, Parallel&
   }
 }
 
+void fill_zero_rows(Tensor tensor, int64_t row, int64_t count, const Extent& whole, DType type, Parallel& parallel) {
+  tensor.data = rows_at(tensor, row, whole.rows, type).data;
+  fill_zero(tensor, {1, whole.heads, count, whole.width}, type, parallel);
+}
+
 Accumulator::Accumulator(const Tensor& target, const Extent& extent, DType type, bool added)
     : target_(target), sums_(target), extent_(extent), type_(type), added_(added) {
   if (this->type() == type) return;

@@ -15,6 +15,8 @@ Rows rows_at(const Tensor& tensor, int64_t row, int64_t local_rows, DType type);
 
 // Sets every element; zero bits are 0 in every type.
 void fill_zero(const Tensor& tensor, const Extent& extent, DType type, Parallel& parallel);
+// The same for `count` rows of one sequence from flattened row `row` on.
+void fill_zero_rows(Tensor tensor, int64_t row, int64_t count, const Extent& whole, DType type, Parallel& parallel);
 
 class Accumulator {
  public:
@@ -26,6 +28,7 @@ class Accumulator {
   const Tensor& tensor() const { return sums_; }
   DType type() const { return added_ ? accumulator(type_) : type_; }  // of tensor()
   bool added() const { return added_; }
+  const Extent& extent() const { return extent_; }
 
   void clear(Parallel& parallel) const;  // if added to
   void round(Parallel& parallel) const;  // writes the target

@@ -1,5 +1,4 @@
 #include <optional>
-#include <tuple>
 
 #include "blockcp/engine/courier.h"
 #include "blockcp/engine/run.h"
@@ -38,13 +37,9 @@ class Backward {
 
   // Rows of no block are not written otherwise.
   void see_nothing(const Piece& rows) const {
-    for (const auto& [sums, heads, width] : {std::tuple{&dq_, call_.shape.q_heads, call_.shape.head_dim},
-                                             {&dk_, call_.shape.kv_heads, call_.shape.head_dim},
-                                             {&dv_, call_.shape.kv_heads, call_.shape.value_dim}}) {
+    for (const Accumulator* sums : {&dq_, &dk_, &dv_}) {
       if (sums->added()) continue;
-      Tensor part = sums->tensor();
-      part.data = rows_at(part, rows.row, call_.local_rows, sums->type()).data;
-      fill_zero(part, {1, heads, rows.count, width}, sums->type(), call_.parallel);
+      fill_zero_rows(sums->tensor(), rows.row, rows.count, sums->extent(), sums->type(), call_.parallel);
     }
   }
 

@@ -57,9 +57,7 @@ class Forward {
   }
 
   void see_nothing(const Piece& rows) {
-    Tensor part = tensors_.out;
-    part.data = rows_at(part, rows.row, call_.local_rows, call_.shape.dtype).data;
-    fill_zero(part, {1, call_.shape.q_heads, rows.count, call_.shape.value_dim}, call_.shape.dtype, call_.parallel);
+    fill_zero_rows(tensors_.out, rows.row, rows.count, out_extent(), call_.shape.dtype, call_.parallel);
     fill_lse(rows);
   }
 

@@ -112,10 +112,9 @@ class Backward : Run {
   }
 
   // Rows of no document.
-  void fill_rest(Tensor rest, const Offsets& offsets, int64_t heads, int64_t width) const {
-    const int64_t end = offsets.values.back();
-    rest.data = rows_at(rest, end, offsets.rows, type()).data;
-    if (end < offsets.rows) fill_zero(rest, {1, heads, offsets.rows - end, width}, type(), call_.parallel);
+  void fill_rest(const Tensor& tensor, const Offsets& offsets, int64_t heads, int64_t width) const {
+    const int64_t end = offsets.values.back(), rows = offsets.rows;
+    if (end < rows) fill_zero_rows(tensor, end, rows - end, {1, heads, rows, width}, type(), call_.parallel);
   }
 
   const BackwardTensors& tensors_;

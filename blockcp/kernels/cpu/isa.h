@@ -81,6 +81,8 @@ struct Seen {
   const int32_t* end_row;
 };
 
+inline constexpr double kLog2E = 1.4426950408889634;
+
 // Where the scale goes, and log2(e), for scores are base 2. Floating-point operands take them as they are packed, which
 // costs nothing in the products; bf16 operands stay as they are, so that nothing is rounded twice.
 template <class E>
@@ -89,7 +91,6 @@ struct Factors {
   Sum<E> score, ds, dk;  // results
 
   static Factors of(double scale) {
-    constexpr double kLog2E = 1.4426950408889634;
     const auto sum = [](double x) { return static_cast<Sum<E>>(x); };
     if constexpr (kTerms<E> == 1) return {sum(scale * kLog2E), sum(scale), 1, 1, sum(1 / kLog2E)};
     return {1, 1, sum(scale * kLog2E), sum(scale), 1};

@@ -17,11 +17,9 @@
 #include <hwy/highway.h>
 
 #include "blockcp/kernels/cpu/element-inl.h"
-#include "blockcp/kernels/cpu/isa.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace blockcp::cpu::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
 
 // How many vectors a register tile is wide: 24 sums of 32 registers, or 12 of 16.
 inline constexpr int kTileVectors = HWY_TARGET <= HWY_AVX3 || HWY_TARGET == HWY_NEON ? 4 : 2;

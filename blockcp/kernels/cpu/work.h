@@ -109,8 +109,6 @@ struct TileRows {
   }
 };
 
-inline constexpr double kLog2E = 1.4426950408889634;
-
 template <class T>
 Packed<T> below(Packed<T> rows, int64_t r) {
   return {rows.row(r), rows.ld};
