@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "blockcp/kernels/attention.h"
 #include "blockcp/kernels/cpu/ahead.h"
@@ -93,7 +94,9 @@ struct Factors {
   static Factors of(double scale) {
     const auto sum = [](double x) { return static_cast<Sum<E>>(x); };
     if constexpr (kTerms<E> == 1) return {sum(scale * kLog2E), sum(scale), 1, 1, sum(1 / kLog2E)};
-    return {1, 1, sum(scale * kLog2E), sum(scale), 1};
+    // Hidden scores are infinite before the factor as after it, so it must not be 0.
+    const Sum<E> score = sum(scale * kLog2E), least = std::numeric_limits<Sum<E>>::min();
+    return {1, 1, score == 0 ? least : score, sum(scale), 1};
   }
 };
 
@@ -102,7 +105,7 @@ template <class E>
 struct ForwardTile {
   int64_t rows = 0;
   Packed<E> q;
-  Packed<Sum<E>> weights;  // [rows, key block]: scores, then, as E, exp2(score - top)
+  Packed<Sum<E>> weights;  // [rows, key block]: <q, k>, then, as E, exp2(score - top)
   Packed<Sum<E>> out;      // sum of weights times v
   Sum<E> score_factor;
   Sum<E>* top = nullptr;   // largest score so far, base 2
@@ -118,7 +121,7 @@ struct BackwardTile {
   int64_t rows = 0;
   Packed<E> q, dout;
   Packed<E> q_terms, dout_terms;
-  Packed<Sum<E>> p, ds;  // [rows, key block]: scores and <dout, v>; then, as E in the first of kTerms<E> rows, p and ds
+  Packed<Sum<E>> p, ds;  // [rows, key block]: <q, k> and <dout, v>; then, as E in the first of kTerms<E> rows, p and ds
   Packed<E> ds_rows;
   Sum<E> score_factor, ds_factor;
   const Sum<E>* lse;  // base 2

@@ -2,7 +2,7 @@
 //
 //   c[i][:] = c[i][:] keep[i] + sum over t in [first[i], end[i]) of a(i, t) b[t][:]
 //
-// for up to kTileHeight rows i and one to four vectors of columns; without keep, c is the sum alone times a factor.
+// for up to kTileHeight rows i and one to four vectors of columns; without keep, c is the sum alone.
 // Sums stay in registers throughout, and start at zero: added to c from the start, long sums would lose digits. Each
 // row adds its elements in ascending t, one at a time, so its bits do not depend on the rows beside it; and what lies
 // outside its range is not touched for it, so that NaN there cannot reach it. Of a Pair half in the range, the other
@@ -36,7 +36,6 @@ struct Product {
   Sum<E>* c;
   int64_t c_ld;
   const Sum<E>* keep;
-  Sum<E> factor;
   const int32_t* first;  // both ends never decrease with i; counted in terms
   const int32_t* end;
   Ahead* ahead;
@@ -77,14 +76,21 @@ class Micro {
   }
 
   HWY_INLINE void finish(const Product<E>& p) {
+    if (p.keep == nullptr) {
 #pragma GCC unroll kUnroll
-    for (int i = 0; i < kRows; ++i) {
-      T* c = p.c + i * p.c_ld;
+      for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll kUnroll
-      for (int v = 0; v < kVectors; ++v, c += kLanes<T>) {
-        hn::Store(p.keep == nullptr ? hn::Mul(sum[i][v], hn::Set(tag, p.factor))
-                                    : hn::MulAdd(hn::Load(tag, c), hn::Set(tag, p.keep[i]), sum[i][v]),
-                  tag, c);
+        for (int v = 0; v < kVectors; ++v) hn::Store(sum[i][v], tag, p.c + i * p.c_ld + v * kLanes<T>);
+      }
+    } else {
+#pragma GCC unroll kUnroll
+      for (int i = 0; i < kRows; ++i) {
+        const V keep = hn::Set(tag, p.keep[i]);
+#pragma GCC unroll kUnroll
+        for (int v = 0; v < kVectors; ++v) {
+          T* c = p.c + i * p.c_ld + v * kLanes<T>;
+          hn::Store(hn::MulAdd(hn::Load(tag, c), keep, sum[i][v]), tag, c);
+        }
       }
     }
   }
@@ -177,15 +183,15 @@ HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, Packed<Sum<E>> c, const S
       if (first[i] >= end[i + height - 1]) continue;
       kMicros<E, kAlong>.run[height - 1][count - 1]({a.data + (kAlong == Along::columns ? i * a.ld : i), a.ld,
                                                      b.data + column, b.ld, c.row(i) + column, c.ld, keep + i,
-                                                     Sum<E>{1}, first + i, end + i, &ahead});
+                                                     first + i, end + i, &ahead});
     }
   }
 }
 
-// scores[i][j] = factor <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors.
+// products[i][j] = <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors.
 template <class E>
 HWY_NOINLINE void multiply_panels(Packed<E> a, int64_t width, const E* panels, int64_t depth, const Seen& seen,
-                                  int64_t rows, int64_t keys, Sum<E> factor, Packed<Sum<E>> scores, Ahead& ahead) {
+                                  int64_t rows, int64_t keys, Packed<Sum<E>> products, Ahead& ahead) {
   constexpr int64_t kVector = kLanes<Sum<E>>, kKeys = kPanel<Sum<E>>;
   int32_t from[kTileHeight], to[kTileHeight];
   for (int i = 0; i < kTileHeight; ++i) {
@@ -200,8 +206,8 @@ HWY_NOINLINE void multiply_panels(Packed<E> a, int64_t width, const E* panels, i
       if (end <= begin) continue;
       const int64_t column = begin * kVector;
       kMicros<E, Along::columns>.run[height - 1][end - begin - 1]({a.row(i), a.ld, panels + column, kKeys,
-                                                                   scores.row(i) + key + column, scores.ld, nullptr,
-                                                                   factor, from, to, &ahead});
+                                                                   products.row(i) + key + column, products.ld, nullptr,
+                                                                   from, to, &ahead});
     }
   }
 }

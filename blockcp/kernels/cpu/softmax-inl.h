@@ -19,34 +19,34 @@ template <class T>
 inline constexpr T kMinusInfinity = static_cast<T>(-HUGE_VAL);
 
 #if HWY_TARGET == HWY_AVX3
-HWY_INLINE Vector<float> maximum(Vector<float> a, Vector<float> b) { return {_mm512_max_ps(a.raw, b.raw)}; }
-HWY_INLINE Vector<double> maximum(Vector<double> a, Vector<double> b) { return {_mm512_max_pd(a.raw, b.raw)}; }
+// x - floor(x) is one instruction there, and x times 2^floor(n) another.
+HWY_INLINE Vector<float> fraction(Vector<float> x) { return {_mm512_reduce_ps(x.raw, 9)}; }
+HWY_INLINE Vector<double> fraction(Vector<double> x) { return {_mm512_reduce_pd(x.raw, 9)}; }
 HWY_INLINE Vector<float> scale_by_power(Vector<float> x, Vector<float> n) { return {_mm512_scalef_ps(x.raw, n.raw)}; }
 HWY_INLINE Vector<double> scale_by_power(Vector<double> x, Vector<double> n) {
   return {_mm512_scalef_pd(x.raw, n.raw)};
 }
 #endif
 
-// 2^f on [-1/2, 1/2] is 1 + f (c0 + f (c1 + ...)), exact at 0. Largest relative error, rounding included: 1.1e-7 in
-// fp32, 2.5e-16 in fp64.
+// 2^f on [0, 1] is 1 + f (c0 + f (c1 + ...)), exact at 0. Largest relative error, rounding included: 1.5e-7 in fp32,
+// 4.5e-16 in fp64.
 template <class T>
 struct Exp2;
 
 template <>
 struct Exp2<float> {
-  static constexpr float coefficients[] = {0.69314724f,  0.24022652f,   0.055503104f,
-                                           0.009617693f, 0.0013406643f, 0.00015594678f};
+  static constexpr float coefficients[] = {0.69315131f, 0.24016445f, 0.055799913f, 0.0090170300f, 0.0018671302f};
   static constexpr int kMantissaBits = 23;
-  static constexpr float kRounder = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
-  static constexpr float kLowest = -127;        // from here on 0
+  static constexpr float kRounder = 0x1.8p23f;  // adding it to an integer leaves that in the low bits
+  static constexpr float kLowest = -127;        // 2^n is 0 from here on
 };
 
 template <>
 struct Exp2<double> {
-  static constexpr double coefficients[] = {0.69314718055994573,    0.24022650695910097,    0.055504108664790455,
-                                            0.0096181291076070322,  0.0013333558153427992,  0.00015403530441528734,
-                                            1.5252727395175984e-05, 1.3215442695988711e-06, 1.0180643947588783e-07,
-                                            7.072567212082643e-09,  4.0785809690370662e-10};
+  static constexpr double coefficients[] = {0.69314718055994593,   0.2402265069590633,    0.055504108665602253,
+                                            0.0096181290995507956, 0.0013333558629566755, 0.0001540351230962866,
+                                            1.5253175055562796e-5, 1.3208367288949112e-6, 1.0253212435721934e-7,
+                                            6.5595293227705284e-9, 6.2634661462220210e-10};
   static constexpr int kMantissaBits = 52;
   static constexpr double kRounder = 0x1.8p52;
   static constexpr double kLowest = -1023;
@@ -55,100 +55,144 @@ struct Exp2<double> {
 template <class T>
 HWY_INLINE Vector<T> exp2_polynomial(Vector<T> f) {
   const Tag<T> tag;
-  constexpr int kTerms = sizeof(Exp2<T>::coefficients) / sizeof(T);
-  auto poly = hn::Set(tag, Exp2<T>::coefficients[kTerms - 1]);
+  constexpr auto& coefficients = Exp2<T>::coefficients;
+  constexpr int kLast = sizeof(coefficients) / sizeof(T) - 1;
+  auto poly = hn::Set(tag, coefficients[kLast]);
 #pragma GCC unroll 16
-  for (int i = kTerms - 2; i >= 0; --i) poly = hn::MulAdd(poly, f, hn::Set(tag, Exp2<T>::coefficients[i]));
+  for (int i = kLast - 1; i >= 0; --i) poly = hn::MulAdd(poly, f, hn::Set(tag, coefficients[i]));
   return hn::MulAdd(poly, f, hn::Set(tag, T{1}));
 }
 
 // For x <= 0, and a little above; -inf gives exactly 0, NaN stays NaN.
 template <class T>
 HWY_INLINE Vector<T> exp2(Vector<T> x) {
-  const Tag<T> tag;
 #if HWY_TARGET == HWY_AVX3
-  // The maximum that gives the second operand if one is NaN; and 2^n times as one instruction.
-  const auto n = hn::Round(x = maximum(hn::Set(tag, 2 * Exp2<T>::kLowest), x));
-  return scale_by_power(exp2_polynomial<T>(hn::Sub(x, n)), n);
+  return scale_by_power(exp2_polynomial<T>(fraction(x)), x);
 #else
+  const Tag<T> tag;
   const auto lowest = hn::Set(tag, Exp2<T>::kLowest);
   x = hn::IfThenElse(hn::Lt(x, lowest), lowest, x);  // not a maximum, of which some lose NaN
-  const auto rounder = hn::Set(tag, Exp2<T>::kRounder);
-  const auto shifted = hn::Add(x, rounder);
-  const auto poly = exp2_polynomial<T>(hn::Sub(x, hn::Sub(shifted, rounder)));
+  const auto n = hn::Floor(x);
   // 2^n, which is 0 for the lowest n. A product, not a sum of exponents, so that no NaN is lost.
-  const hn::RebindToUnsigned<Tag<T> > bits;
-  const auto exponent = hn::ShiftLeft<Exp2<T>::kMantissaBits>(hn::BitCast(bits, shifted));
-  return hn::Mul(poly, hn::BitCast(tag, hn::Add(exponent, hn::BitCast(bits, hn::Set(tag, T{1})))));
+  const hn::RebindToUnsigned<Tag<T>> bits;
+  const auto exponent = hn::BitCast(bits, hn::Add(n, hn::Set(tag, Exp2<T>::kRounder)));
+  const auto power = hn::Add(hn::ShiftLeft<Exp2<T>::kMantissaBits>(exponent), hn::BitCast(bits, hn::Set(tag, T{1})));
+  return hn::Mul(exp2_polynomial<T>(hn::Sub(x, n)), hn::BitCast(tag, power));
 #endif
 }
 
-// Columns outside [first, end) become -inf, in those steps of `step` columns that hold some inside.
+// Scores base 2, less something, from the products of queries and keys. Where packed queries carry the factor already,
+// it is 1 here.
+template <class E>
+HWY_INLINE Vector<Sum<E>> scaled(Vector<Sum<E>> product, Vector<Sum<E>> factor, Vector<Sum<E>> less) {
+  if constexpr (kTerms<E> == 1) return hn::Sub(product, less);
+  return hn::MulSub(product, factor, less);
+}
+
+// Columns outside [first, end) become `hidden`, in those steps of `step` columns that hold some inside.
 template <class T>
-HWY_INLINE void hide_others(T* scores, int64_t first, int64_t end, int64_t step) {
+HWY_INLINE void hide_others(T* scores, int64_t first, int64_t end, int64_t step, T hidden) {
   const Tag<T> tag;
-  const auto hidden = hn::Set(tag, kMinusInfinity<T>);
+  const auto hiding = hn::Set(tag, hidden);
   for (int64_t c = first / step * step; c < first; c += kLanes<T>) {
     const auto before = hn::FirstN(tag, static_cast<size_t>(first - c));
-    hn::Store(hn::IfThenElse(before, hidden, hn::Load(tag, scores + c)), tag, scores + c);
+    hn::Store(hn::IfThenElse(before, hiding, hn::Load(tag, scores + c)), tag, scores + c);
   }
   for (int64_t c = end / kLanes<T> * kLanes<T>; c < (end + step - 1) / step * step; c += kLanes<T>) {
     const auto inside = hn::FirstN(tag, static_cast<size_t>(HWY_MAX(end - c, 0)));
-    hn::Store(hn::IfThenElse(inside, hn::Load(tag, scores + c), hidden), tag, scores + c);
+    hn::Store(hn::IfThenElse(inside, hn::Load(tag, scores + c), hiding), tag, scores + c);
   }
 }
 
-// One row over one key block: scores become weights relative to the new top, as elements that lie densely from the
-// start of the row on, and `sum` and `top` move on. Returns the factor by which what was summed so far shrinks.
+// The running softmax of a tile over one key block: products become weights relative to the new top, as elements that
+// lie densely from the start of the row on, and `top`, `sum` and `keep` move on. One loop over rows after the other, so
+// that no row waits for the last step of the one before.
 template <class E>
-HWY_INLINE Sum<E> soften(Sum<E>* scores, int64_t first, int64_t end, Sum<E>& top, Sum<E>& sum) {
-  using T = Sum<E>;
-  const Tag<T> tag;
-  constexpr int64_t kStep = kLanes<T> * kTerms<E>;
-  const int64_t from = first / kStep * kStep;
-  hide_others(scores, first, end, kStep);
-  auto largest = hn::Set(tag, top);
-  for (int64_t c = from; c < end; c += kLanes<T>) largest = hn::Max(largest, hn::Load(tag, scores + c));
-  const T new_top = hn::GetLane(hn::MaxOfLanes(tag, largest));
-  // Only infinite scores can leave the top at -inf: their weights are 0, relative to anything.
-  const auto base = hn::Set(tag, new_top == kMinusInfinity<T> ? T{0} : new_top);
+class Softmax {
+ public:
+  HWY_INLINE Softmax(const Seen& seen, ForwardTile<E>& tile) : seen_(seen), tile_(tile) {}
 
-  auto sums = hn::Zero(tag);
-  for (int64_t c = from; c < end; c += kStep) {
-    const auto weight = exp2<T>(hn::Sub(hn::Load(tag, scores + c), base));
-    sums = hn::Add(sums, weight);
-    if constexpr (kTerms<E> == 1) {
-      hn::Store(weight, tag, scores + c);
-    } else {
-      const auto next = exp2<T>(hn::Sub(hn::Load(tag, scores + c + kLanes<T>), base));
-      sums = hn::Add(sums, next);
-      hn::Store(hn::BitCast(tag, round_to_bf16(weight, next)), tag, scores + c / kTerms<E>);
+  HWY_INLINE void run() const {
+    for (int64_t r = 0; r < tile_.rows; ++r) tile_.keep[r] = sees_some(r) ? top_of(r) : tile_.top[r];
+    for (int64_t r = 0; r < tile_.rows; r += kLanes<T>) move_tops(r);
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      if (sees_some(r)) tile_.sum[r] = tile_.sum[r] * tile_.keep[r] + weigh(r);
     }
   }
-  const T keep = top == kMinusInfinity<T> ? T{0} : hn::GetLane(exp2<T>(hn::Sub(hn::Set(tag, top), base)));
-  sum = sum * keep + hn::GetLane(hn::SumOfLanes(tag, sums));
-  top = new_top;
-  return keep;
-}
+
+ private:
+  using T = Sum<E>;
+  using V = Vector<T>;
+  static constexpr Tag<T> tag{};
+  static constexpr int64_t kStep = kLanes<T> * kTerms<E>;
+
+  HWY_INLINE bool sees_some(int64_t r) const { return seen_.first_key[r] < seen_.end_key[r]; }
+  HWY_INLINE int64_t from(int64_t r) const { return seen_.first_key[r] / kStep * kStep; }
+
+  HWY_INLINE T top_of(int64_t r) const {
+    T* scores = tile_.weights.row(r);
+    const int64_t end = seen_.end_key[r];
+    const V factor = hn::Set(tag, tile_.score_factor), zero = hn::Zero(tag);
+    hide_others(scores, seen_.first_key[r], end, kStep,
+                tile_.score_factor < 0 ? -kMinusInfinity<T> : kMinusInfinity<T>);
+    V top = hn::Set(tag, tile_.top[r]);
+    for (int64_t c = from(r); c < end; c += kLanes<T>) {
+      top = hn::Max(top, scaled<E>(hn::Load(tag, scores + c), factor, zero));
+    }
+    return hn::GetLane(hn::MaxOfLanes(tag, top));
+  }
+
+  // Only infinite scores can leave the top at -inf: their weights are 0, relative to anything.
+  static HWY_INLINE V base(V top) { return hn::IfThenZeroElse(hn::Eq(top, hn::Set(tag, kMinusInfinity<T>)), top); }
+
+  HWY_INLINE void move_tops(int64_t r) const {
+    const V before = hn::Load(tag, tile_.top + r), top = hn::Load(tag, tile_.keep + r);
+    hn::Store(exp2<T>(hn::Sub(before, base(top))), tag, tile_.keep + r);
+    hn::Store(top, tag, tile_.top + r);
+  }
+
+  HWY_INLINE T weigh(int64_t r) const {
+    T* scores = tile_.weights.row(r);
+    const V factor = hn::Set(tag, tile_.score_factor), less = base(hn::Set(tag, tile_.top[r]));
+    const auto weight = [&](int64_t c) HWY_ATTR { return exp2<T>(scaled<E>(hn::Load(tag, scores + c), factor, less)); };
+    V sums = hn::Zero(tag);
+    for (int64_t c = from(r); c < seen_.end_key[r]; c += kStep) {
+      const V first = weight(c);
+      sums = hn::Add(sums, first);
+      if constexpr (kTerms<E> == 1) {
+        hn::Store(first, tag, scores + c);
+      } else {
+        const V second = weight(c + kLanes<T>);
+        sums = hn::Add(sums, second);
+        hn::Store(hn::BitCast(tag, round_to_bf16(first, second)), tag, scores + c / kTerms<E>);
+      }
+    }
+    return hn::GetLane(hn::SumOfLanes(tag, sums));
+  }
+
+  const Seen& seen_;
+  ForwardTile<E>& tile_;
+};
 
 // What backward needs of a row to make weights of its scores.
 template <class E>
 struct Weigher {
   using T = Sum<E>;
   using V = Vector<T>;
-  V lse, ds_factor, delta;
+  V score_factor, lse, ds_factor, delta;
 
   HWY_INLINE Weigher(const BackwardTile<E>& tile, int64_t r)
-      : lse(hn::Set(Tag<T>(), tile.lse[r])),
+      : score_factor(hn::Set(Tag<T>(), tile.score_factor)),
+        lse(hn::Set(Tag<T>(), tile.lse[r])),
         ds_factor(hn::Set(Tag<T>(), tile.through[r] * tile.ds_factor)),
         delta(hn::Set(Tag<T>(), tile.through[r] * tile.ds_factor * tile.delta[r])) {}
 
-  HWY_INLINE V p(V score) const { return exp2<T>(hn::Sub(score, lse)); }
+  HWY_INLINE V p(V product) const { return exp2<T>(scaled<E>(product, score_factor, lse)); }
   // p (<dout, v> - delta), or 0 for a row that sees a single key.
   HWY_INLINE V ds(V p, V dp) const { return hn::Mul(p, hn::MulSub(dp, ds_factor, delta)); }
 };
 
-// kTerms<E> rows of backward from `r` on: scores become p, and <dout, v> becomes ds, at least in [first, end). What
+// kTerms<E> rows of backward from `r` on: <q, k> becomes p, and <dout, v> becomes ds, at least in [first, end). What
 // comes out elsewhere, and of a row behind the last, is of no meaning: products take nothing outside their ranges.
 template <class E>
 HWY_INLINE void weigh(const BackwardTile<E>& tile, int64_t r, int64_t first, int64_t end) {

@@ -22,22 +22,19 @@ HWY_INLINE Packed<E> as_elements(Packed<Sum<E>> rows) {
 
 template <class E>
 void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, ForwardTile<E>& tile) {
-  multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block,
-                  tile.score_factor, tile.weights, tile.ahead);
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    const int64_t first = seen.first_key[r], end = seen.end_key[r];
-    tile.keep[r] = first < end ? soften<E>(tile.weights.row(r), first, end, tile.top[r], tile.sum[r]) : Sum<E>{1};
-  }
+  multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, tile.weights,
+                  tile.ahead);
+  Softmax<E>(seen, tile).run();
   accumulate<E, Along::columns>(as_elements<E>(tile.weights), v_terms, tile.out, tile.keep, seen.first_key,
                                 seen.end_key, tile.rows, sizes.value_width, tile.ahead);
 }
 
 template <class E>
 void backward(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile) {
-  multiply_panels(tile.q, sizes.head_dim, keys.k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block,
-                  tile.score_factor, tile.p, *tile.ahead);
+  multiply_panels(tile.q, sizes.head_dim, keys.k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, tile.p,
+                  *tile.ahead);
   multiply_panels(tile.dout, sizes.value_dim, keys.v_panels, sizes.value_depth, seen, tile.rows, sizes.key_block,
-                  Sum<E>{1}, tile.ds, *tile.ahead);
+                  tile.ds, *tile.ahead);
   for (int64_t r = 0; r < tile.rows; r += kTerms<E>) {
     const int64_t last = r + kTerms<E> - 1;
     const int64_t first = seen.first_key[r], end = seen.end_key[HWY_MIN(last, tile.rows - 1)];
