@@ -6,7 +6,8 @@
 // that only the first of them sees, so where there are several documents or heads each thread has its own.
 //
 // Where a block has all keys of its queries, the first key block that a tile meets starts its dq at zero, and the last
-// one writes it; in between it lies in dq itself, or, where that is of a 16-bit type, in a buffer.
+// one writes it. In between it lies in dq itself, or, where that is of a 16-bit type, in a slot: memory for the tiles
+// of one block and KV head, which such use in turn.
 #include <algorithm>
 #include <limits>
 
@@ -23,12 +24,14 @@ struct Item {
   int32_t block, kv_head;
   int64_t key_block;
   int64_t previous;  // the item of the key block before, or -1
+  int64_t chain;     // of those with a slot, or -1
 };
 
 // All key blocks of a block and KV head.
 struct Chain {
   int32_t block, kv_head;
   int64_t first, count;
+  int64_t index;           // of those with a slot, or -1
   int64_t last_item = -1;  // so far
 };
 
@@ -36,6 +39,14 @@ struct Chain {
 struct Meeting {
   TileRows rows;
   bool starts, ends;
+};
+
+// The dq of all tiles of a chain, between key blocks.
+template <class T>
+struct Slot {
+  Slot(int64_t rows, int64_t width) : dq(rows, width) {}
+  PackedBuffer<T> dq;
+  Turns turns;
 };
 
 constexpr int64_t kSomeRows = 16;  // of which delta is computed at a time
@@ -174,7 +185,7 @@ class Backward {
         shared_(args.all_queries ? std::span<const AttentionBlock>() : args.blocks, args.blocks.size(), sizeof(T)),
         finished_(args.blocks.size() * static_cast<size_t>(args.shape.kv_heads)) {
     plan_items();
-    plan_sums();
+    plan_slots();
     const auto threads = static_cast<size_t>(args.parallel->threads());
     for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_));
   }
@@ -189,26 +200,41 @@ class Backward {
  private:
   using T = Sum<E>;
 
-  // As many chains side by side as there are threads; but blocks that may share keys one after the other.
+  // Chains in the order of blocks; but those that may share keys only beside others of their block.
   void plan_items() {
     std::vector<Chain> chains;
+    int64_t with_slot = 0;
     for (size_t b = 0; b < args_.blocks.size(); ++b) {
       const KeyGrid grid(args_.blocks[b], sizes_.key_block);
       if ((args_.blocks[b].q_count == 0 && !args_.all_queries) || items_of(grid) == 0) continue;
+      const bool apart = sums_apart(args_.blocks[b]);
       for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
-        chains.push_back({static_cast<int32_t>(b), static_cast<int32_t>(h), grid.first(), items_of(grid)});
+        chains.push_back(
+            {static_cast<int32_t>(b), static_cast<int32_t>(h), grid.first(), items_of(grid), apart ? with_slot++ : -1});
       }
-      const bool enough = static_cast<int>(chains.size()) >= args_.parallel->threads();
-      if (enough || !args_.all_queries) append_items(std::move(chains));
+      if (!args_.all_queries) append_items(chains);
     }
-    append_items(std::move(chains));
+    append_items(chains);
     passed_ = std::vector<std::atomic<int64_t>>(items_.size());
   }
 
-  void append_items(std::vector<Chain>&& chains) {
+  // As many side by side as there are threads; the last of all up to twice as many, so that none is left with few.
+  void append_items(std::vector<Chain>& chains) {
+    const auto threads = static_cast<size_t>(args_.parallel->threads());
+    for (auto begin = chains.begin(); begin != chains.end();) {
+      const auto left = static_cast<size_t>(chains.end() - begin);
+      const auto count = static_cast<std::ptrdiff_t>(left < 2 * threads ? left : threads);
+      append_side_by_side({begin, begin + count});
+      begin += count;
+    }
+    chains.clear();
+  }
+
+  void append_side_by_side(std::vector<Chain> chains) {
+    most_beside_ = std::max(most_beside_, chains.size());
     for (int64_t i = 0; !chains.empty(); ++i) {
       for (Chain& chain : chains) {
-        items_.push_back({chain.block, chain.kv_head, chain.first + i, chain.last_item});
+        items_.push_back({chain.block, chain.kv_head, chain.first + i, chain.last_item, chain.index});
         chain.last_item = static_cast<int64_t>(items_.size()) - 1;
       }
       std::erase_if(chains, [i](const Chain& chain) { return i + 1 == chain.count; });
@@ -232,16 +258,24 @@ class Backward {
     return args_.all_keys && type != accumulator(type) && KeyGrid(block, sizes_.key_block).count() > 1;
   }
 
-  void plan_sums() {
-    const int64_t width = args_.shape.head_dim, heads = args_.shape.q_heads;
-    int64_t size = 0;
-    for (const AttentionBlock& block : args_.blocks) size += sums_apart(block) ? block.q_count * heads * width : 0;
-    sum_memory_ = Buffer<T>(size);
-    T* next = sum_memory_.get();
-    for (const AttentionBlock& block : args_.blocks) {
-      sums_.push_back(sums_apart(block) ? Rows{next, heads * width, width, 1} : block.dq);
-      if (sums_apart(block)) next += block.q_count * heads * width;
+  void plan_slots() {
+    int64_t rows = 0;
+    for (const Item& item : items_) {
+      if (item.chain < 0) continue;
+      rows = std::max(rows, block_of(item).q_count * args_.shape.group());
+      items_before_.resize(static_cast<size_t>(item.chain) + 1);
     }
+    const size_t count = std::min(most_beside_, items_before_.size());
+    for (size_t i = 0; i < count; ++i) slots_.push_back(std::make_unique<Slot<T>>(rows, sizes_.key_width));
+    std::vector<int64_t> items(items_before_.size());
+    for (const Item& item : items_) {
+      if (item.chain >= 0) ++items[static_cast<size_t>(item.chain)];
+    }
+    for (size_t c = count; c < items.size(); ++c) items_before_[c] = items_before_[c - count] + items[c - count];
+  }
+
+  Slot<T>* slot_of(const Item& item) const {
+    return item.chain < 0 ? nullptr : slots_[static_cast<size_t>(item.chain) % slots_.size()].get();
   }
 
   void compute_deltas() {
@@ -291,6 +325,8 @@ class Backward {
     const AttentionBlock& block = block_of(item);
     const KeyGrid grid(block, sizes_.key_block);
     const int64_t keys = pack_block(grid, item, scratch);
+    Slot<T>* slot = slot_of(item);
+    if (slot != nullptr) slot->turns.enter(items_before_[static_cast<size_t>(item.chain)]);
 
     const int64_t rows = block.q_count * args_.shape.group();
     for (int64_t begin = 0; begin < rows; begin += sizes_.tile_rows) {
@@ -302,6 +338,7 @@ class Backward {
       run_tile(index, {tile, starts, ends}, grid, keys, scratch);
     }
     passed_[index].store(std::numeric_limits<int64_t>::max(), std::memory_order_release);
+    if (slot != nullptr) slot->turns.leave();
     add_key_gradients(grid, item, scratch);
   }
 
@@ -347,8 +384,11 @@ class Backward {
     const AttentionBlock& block = block_of(item);
     auto& spans = scratch.spans;
     spans.clear();
-    const auto [type, dq] = dq_after(item, tile);
-    append_spans(tile.rows, type, dq, sizes_.head_dim, spans);
+    if (const Slot<T>* slot = slot_of(item)) {
+      const Packed<T> dq = below(Packed<T>(slot->dq), tile.rows.begin);
+      spans.push_back({reinterpret_cast<const char*>(dq.data), tile.rows.count * dq.ld * int64_t{sizeof(T)}});
+    }
+    if (writes_dq(item, tile)) append_spans(tile.rows, type_of_dq(tile), block.dq, sizes_.head_dim, spans);
     const int64_t next = tile.rows.begin + tile.rows.count;
     const auto next_item = static_cast<int64_t>(index + scratch_.size());
     if (next < block.q_count * args_.shape.group()) {
@@ -430,11 +470,13 @@ class Backward {
       wait_until([&] { return passed.load(std::memory_order_acquire) > rows.begin; });
     }
     if (any || tile.starts || tile.ends) {
-      const Packed<T> dq = scratch.dq;
+      const Slot<T>* slot = slot_of(item);
+      const Packed<T> dq = slot == nullptr ? Packed<T>(scratch.dq) : below(Packed<T>(slot->dq), rows.begin);
       start_dq(item, tile, dq);
       if (any) isa_.backward_dq(sizes_, seen, keys, queries, dq);
-      const auto [type, to] = dq_after(item, tile);
-      unpack_tile(isa_, rows, dq, scratch.ones.data(), sizes_.head_dim, type, to);
+      if (writes_dq(item, tile)) {
+        unpack_tile(isa_, rows, dq, scratch.ones.data(), sizes_.head_dim, type_of_dq(tile), block_of(item).dq);
+      }
     }
     passed_[index].store(rows.begin + 1, std::memory_order_release);
   }
@@ -459,17 +501,16 @@ class Backward {
   }
 
   void start_dq(const Item& item, const Meeting& tile, Packed<T> dq) const {
-    if (!tile.starts) {
-      const Rows& sums = sums_[static_cast<size_t>(item.block)];
-      return pack_sums(tile.rows, accumulator(args_.shape.dtype), sums, sizes_.head_dim, dq);
+    if (tile.starts) {
+      for (int64_t r = 0; r < tile.rows.count; ++r) std::fill_n(dq.row(r), sizes_.key_width, T{0});
+    } else if (slot_of(item) == nullptr) {
+      pack_sums(tile.rows, accumulator(args_.shape.dtype), block_of(item).dq, sizes_.head_dim, dq);
     }
-    for (int64_t r = 0; r < tile.rows.count; ++r) std::fill_n(dq.row(r), sizes_.key_width, T{0});
   }
 
-  std::pair<DType, Rows> dq_after(const Item& item, const Meeting& tile) const {
-    if (tile.ends) return {args_.shape.dtype, block_of(item).dq};
-    return {accumulator(args_.shape.dtype), sums_[static_cast<size_t>(item.block)]};
-  }
+  // After a key block; what lies in a slot is written by the last.
+  bool writes_dq(const Item& item, const Meeting& tile) const { return tile.ends || slot_of(item) == nullptr; }
+  DType type_of_dq(const Meeting& tile) const { return tile.ends ? args_.shape.dtype : accumulator(args_.shape.dtype); }
 
   void add_key_gradients(const KeyGrid& grid, const Item& item, Scratch<E>& scratch) {
     for (const int32_t before : shared_.before(static_cast<size_t>(item.block))) {
@@ -499,8 +540,9 @@ class Backward {
   std::vector<Item> items_;
   std::vector<std::atomic<int64_t>> passed_;    // per item: one more than the first row of the last tile it has passed
   std::vector<std::atomic<int64_t>> finished_;  // per block and KV head: key blocks whose dk and dv are added
-  std::vector<Rows> sums_;                      // of each block's dq
-  Buffer<T> sum_memory_;
+  size_t most_beside_ = 0;
+  std::vector<int64_t> items_before_;  // per chain with a slot: items of earlier chains in the same slot
+  std::vector<std::unique_ptr<Slot<T>>> slots_;
   std::vector<std::unique_ptr<Scratch<E>>> scratch_;
 };
 

@@ -40,11 +40,7 @@ class Slot {
            (sizes.key_depth + PackedBuffer<E>::leading(sizes.value_width) / kTerms<E>)*static_cast<int64_t>(sizeof(E));
   }
 
-  // Waits until the units before have left.
-  void enter(int64_t items_before) {
-    wait_until([&] { return finished_.load(std::memory_order_acquire) >= items_before; });
-  }
-  void leave() { finished_.fetch_add(1, std::memory_order_release); }
+  Turns& turns() { return turns_; }
 
   E* panels(int64_t block) const { return panels_.get() + block * panel_size_; }
   Packed<E> values(int64_t block) const { return {values_.get() + block * value_rows_ * value_ld_, value_ld_}; }
@@ -73,7 +69,7 @@ class Slot {
   int64_t panel_size_, value_rows_, value_ld_;
   Buffer<E> panels_, values_;
   std::vector<std::atomic<int64_t>> states_;
-  alignas(kAlignment) std::atomic<int64_t> finished_{0};
+  Turns turns_;
 };
 
 // Memory of one thread.
@@ -188,7 +184,7 @@ class Forward {
     const AttentionBlock& block = args_.blocks[static_cast<size_t>(unit.block)];
     const KeyGrid grid(block, sizes_.key_block);
     Slot<E>& slot = *slots_[static_cast<size_t>(item.unit) % slots_.size()];
-    slot.enter(unit.slot_items);
+    slot.turns().enter(unit.slot_items);
     // Threads take turns, so that this one's next item is probably as many further on as there are threads.
     const size_t next = index + scratch_.size();
     for (int64_t t = item.tile_begin; t < item.tile_end; ++t) {
@@ -200,7 +196,7 @@ class Forward {
       }
       run_tile(item.unit, t, block, grid, slot, scratch);
     }
-    slot.leave();
+    slot.turns().leave();
   }
 
   void run_tile(int64_t unit, int64_t index, const AttentionBlock& block, const KeyGrid& grid, Slot<E>& slot,

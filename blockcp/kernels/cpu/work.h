@@ -72,6 +72,19 @@ void wait_until(Ready ready) {
   while (!ready()) std::this_thread::yield();
 }
 
+// Whose turn it is with memory that units of work share: one enters when all items of those before have left. Units
+// start in ascending order, so the wait ends.
+class Turns {
+ public:
+  void enter(int64_t items_before) const {
+    wait_until([&] { return left_.load(std::memory_order_acquire) >= items_before; });
+  }
+  void leave() { left_.fetch_add(1, std::memory_order_release); }
+
+ private:
+  alignas(kAlignment) std::atomic<int64_t> left_{0};
+};
+
 inline Strided at(DType type, const Rows& rows, int64_t row, int64_t head, int64_t step) {
   auto* data = static_cast<char*>(rows.data) + size_of(type) * (row * rows.row + head * rows.head);
   return {type, data, step, rows.col};
