@@ -28,8 +28,8 @@ HWY_INLINE Vector<double> scale_by_power(Vector<double> x, Vector<double> n) {
 }
 #endif
 
-// 2^f on [0, 1] is 1 + f (c0 + f (c1 + ...)), exact at 0. Largest relative error, rounding included: 1.5e-7 in fp32,
-// 4.5e-16 in fp64.
+// 2^f on [0, 1] is 1 + f (c0 + f (c1 + ...)), exact at 0. Largest relative error, rounding included: 1.9e-7 in fp32,
+// 2.0e-16 in fp64.
 template <class T>
 struct Exp2;
 
@@ -71,7 +71,11 @@ HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #else
   const Tag<T> tag;
   const auto lowest = hn::Set(tag, Exp2<T>::kLowest);
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
+  x = hn::Max(lowest, x);  // of a number and NaN, the second operand there, and NaN here
+#else
   x = hn::IfThenElse(hn::Lt(x, lowest), lowest, x);  // not a maximum, of which some lose NaN
+#endif
   const auto n = hn::Floor(x);
   // 2^n, which is 0 for the lowest n. A product, not a sum of exponents, so that no NaN is lost.
   const hn::RebindToUnsigned<Tag<T>> bits;
