@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-# Transfers have peers that wait for them: compilers must neither drop nor reorder these ops.
+# Transfers have peers that wait for them.
 EFFECTFUL = ("attention", "attention_backward", "move_rows", "move_rows_adjoint")
 
 
@@ -37,8 +38,23 @@ def load() -> None:
     check_torch(_build_info.TORCH_VERSION, torch.__version__)
     torch.ops.load_library(module)
     for name in EFFECTFUL:
-        _register_effectful_op(getattr(torch.ops.blockcp, name).default, _EffectType.ORDERED)
+        keep_in_order(name)
+
+
+def keep_in_order(name: str) -> None:
+    """Compilers must neither drop nor reorder calls of this op."""
+    _register_effectful_op(getattr(torch.ops.blockcp, name).default, _EffectType.ORDERED)
+
+
+def define_check(schema: str, body: Callable[..., None]) -> None:
+    """Makes ``body``, which returns nothing, an op, so that it runs in compiled graphs too; not on meta tensors."""
+    name = schema.partition("(")[0]
+    _checks.define(schema)
+    _checks.impl(name, body, "CompositeExplicitAutograd")
+    _checks.impl(name, lambda *arguments: None, "Meta")
+    keep_in_order(name)
 
 
 load()
 ops = torch.ops.blockcp
+_checks = torch.library.Library("blockcp", "FRAGMENT")

@@ -85,7 +85,15 @@ def run(
     step: Step | None,
     trouble: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op, counted in ``step``. ``trouble``: an error found in this rank's arguments, to be raised on all ranks."""
+    """The op, counted in ``step``.
+
+    ``trouble``: an error found in this rank's arguments. All ranks raise it, and those found here as well: the others
+    are on their way into the same call.
+    """
+    trouble = trouble or _trouble(q, k, v, mask, scale, "bhld", kernel, agreement)
+    if trouble:
+        q = k = v = torch.empty(0, 0, 0, 0)
+        mask = scale = kernel = agreement = None
     first = step is None or step.enter_call()
     scale = None if scale is None else float(scale)
     agree = agreement != "step" or first
@@ -107,6 +115,8 @@ def _trouble(q: Any, k: Any, v: Any, mask: Any, scale: Any, format: Any, kernel:
             return f"[torch] {name} must be a name, but it is {text!r}."
     if isinstance(scale, (str, bytes, bool, complex)) or (scale is not None and not hasattr(scale, "__float__")):
         return f"[torch] scale must be a number, but it is {scale!r}."
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        return f"[torch] scale must be a number, but it is a tensor of shape {list(scale.shape)}."
     return ""
 
 

@@ -1,5 +1,6 @@
 """The training step's context and the drop-in for scaled_dot_product_attention, with the reported cases about them."""
 
+import re
 import threading
 
 import pytest
@@ -52,9 +53,22 @@ WRONG = [
     ("windowed", ["differs"]),
     ("local", ["shape", "[8, 8]"]),
     ("values", ["0 and -inf"]),
+    ("five sizes", ["shape", "[1, 1, 1, 8, 16]"]),
+    ("other heads", ["shape", "[1, 4, 8, 16]", "[3, 8, 16]"]),
+    ("one row", ["shape", "[16]"]),
+    ("a list", ["dense tensor", "list"]),
+    ("sparse", ["dense tensor"]),
+    ("no data", ["cpu", "meta"]),
+    ("learned", ["gradient"]),
     ("both", ["attn_mask", "is_causal"]),
+    ("causal", ["is_causal", "Tensor"]),
+    ("gqa", ["enable_gqa", "str"]),
     ("dropout", ["dropout", "0.1"]),
+    ("no dropout", ["dropout_p", "NoneType"]),
     ("heads", ["4", "2", "enable_gqa"]),
+    ("scale", ["scale", "x"]),
+    ("two scales", ["scale", "[2]"]),
+    ("no key", ["key", "NoneType"]),
 ]
 
 
@@ -62,24 +76,38 @@ def wrong_call(rank, world, what, bad_rank):
     plan, q, k, v = local_case(rank, world)
     own = plan.visible("m")[0]
     windowed = own & (torch.arange(16) >= torch.arange(8)[:, None] + 8 * rank - 1)
+    zeros = torch.zeros(own.shape)
     calls = {
-        "windowed": {"attn_mask": windowed},
-        "local": {"attn_mask": torch.ones(8, 8, dtype=torch.bool).tril()},
-        "values": {"attn_mask": torch.full(own.shape, 0.5)},
-        "both": {"attn_mask": own, "is_causal": True},
-        "dropout": {"dropout_p": 0.1},
-        "heads": {"enable_gqa": False},
+        "windowed": lambda: {"attn_mask": windowed},
+        "local": lambda: {"attn_mask": torch.ones(8, 8, dtype=torch.bool).tril()},
+        "values": lambda: {"attn_mask": torch.full(own.shape, 0.5)},
+        "five sizes": lambda: {"attn_mask": own[None, None, None]},
+        "other heads": lambda: {"attn_mask": own.expand(3, *own.shape)},
+        "one row": lambda: {"attn_mask": own[0]},
+        "a list": lambda: {"attn_mask": own.tolist()},
+        "sparse": lambda: {"attn_mask": own.to_sparse()},
+        "no data": lambda: {"attn_mask": own.to("meta")},
+        "learned": lambda: {"attn_mask": zeros.requires_grad_()},
+        "both": lambda: {"attn_mask": own, "is_causal": True},
+        "causal": lambda: {"is_causal": torch.tensor([True, True])},
+        "gqa": lambda: {"enable_gqa": "yes"},
+        "dropout": lambda: {"dropout_p": 0.1},
+        "no dropout": lambda: {"dropout_p": None},
+        "heads": lambda: {"enable_gqa": False},
+        "scale": lambda: {"scale": "x"},
+        "two scales": lambda: {"scale": torch.tensor([1.0, 2.0])},
+        "no key": lambda: {"key": None},
     }
-    call = {"enable_gqa": True, **(calls[what] if rank == bad_rank else {})}
+    call = {"query": q, "key": k, "value": v, "enable_gqa": True, **(calls[what]() if rank == bad_rank else {})}
     with blockcp.step(plan):
-        F.scaled_dot_product_attention(q, k, v, **call)
+        F.scaled_dot_product_attention(**call)
 
 
 @pytest.mark.parametrize("what,words", WRONG)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_IN_03_another_mask_is_one_error_on_all_ranks(what, words, bad_rank):
     message = same_error(2, wrong_call, what, bad_rank)
-    assert message.startswith("[sdpa]") and all(word in message for word in words)
+    assert re.match(r"\[(sdpa|torch)\] .* must .*, but .*$", message) and all(word in message for word in words)
 
 
 def causal_call_of_a_full_plan(rank, world):
@@ -183,9 +211,10 @@ def test_other_threads_do_not_guess_between_steps():
 def test_a_step_of_several_masks_needs_to_be_told_which():
     masks = {"a": blockcp.Mask(), "b": blockcp.Mask(window=2)}
     plan, q = blockcp.plan(lengths=[4], masks=masks), torch.randn(1, 1, 4, 4)
-    with pytest.raises(ValueError, match="mask"):
-        with blockcp.step(plan):
-            F.scaled_dot_product_attention(q, q, q)
+    for attn_mask in (None, plan.visible("a")):
+        with pytest.raises(ValueError, match="mask"):
+            with blockcp.step(plan):
+                F.scaled_dot_product_attention(q, q, q, attn_mask=attn_mask)
     with blockcp.step(plan, mask="b"):
         got = F.scaled_dot_product_attention(q, q, q)
     assert torch.equal(got, blockcp.attention(q, q, q, plan, mask="b"))
