@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from blockcp._library import define_check, ops
 from blockcp.attention import run
 from blockcp.plan import Plan
-from blockcp.step import Step, current_step, is_local, replaced_sdpa
+from blockcp.step import Step, current_step, is_local, note_call, replaced_sdpa
 
 _torch_sdpa = F.scaled_dot_product_attention
 
@@ -41,6 +41,7 @@ def sdpa(
     step = None if is_local() else current_step()
     if step is None or not _fits(step, query, key, value):
         return _stock()(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    note_call(step.plan)
     trouble = _trouble(step, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is not None and not trouble:
         ops.check_mask(attn_mask, step.plan.handle, step.mask or "", step.group, step.plan.rank)
