@@ -1,20 +1,14 @@
 #include "blockcp/engine/agreement.h"
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "blockcp/base/error.h"
+#include "blockcp/engine/alike.h"
 
 namespace blockcp {
 namespace {
 
 constexpr size_t kNameBytes = 48, kTroubleBytes = 1000;
-
-template <size_t N>
-void put(char (&to)[N], const std::string& text) {
-  std::memcpy(to, text.data(), std::min(text.size(), N - 1));
-}
 
 // A CallRecord as it travels: of fixed size, all bytes set.
 struct Wire {
@@ -22,7 +16,8 @@ struct Wire {
   uint64_t fingerprint;
   double scale;
   uint32_t needs_grad;
-  uint8_t phase, dtype, troubled, argument;
+  uint8_t phase, dtype;
+  bool troubled, argument;
   char kernel[kNameBytes];
   char trouble[kTroubleBytes];
 };
@@ -43,10 +38,8 @@ Wire wire_of(const CallRecord& record) {
   wire.needs_grad = record.needs_grad;
   wire.phase = static_cast<uint8_t>(record.phase);
   wire.dtype = static_cast<uint8_t>(record.shape.dtype);
-  wire.troubled = !record.trouble.empty();
-  wire.argument = record.trouble_is_argument;
   put(wire.kernel, record.kernel);
-  put(wire.trouble, record.trouble);
+  put_trouble(wire, record.trouble, record.trouble_is_argument);
   return wire;
 }
 
@@ -61,13 +54,6 @@ std::vector<Wire> gather(Transport& transport, const Wire& mine) {
   throw Error(argument ? ErrorKind::argument : ErrorKind::system, message);
 }
 
-// What all ranks must have in common: a clause that says it, a rank's value in words, and the cure.
-struct Field {
-  const char* what;
-  std::string (*text)(const Wire&);
-  const char* cure;
-};
-
 std::string shape_text(const Wire& w) {
   return fmt::format("{} query heads, {} KV heads, head_dim {}, value width {}", w.q_heads, w.kv_heads, w.head_dim,
                      w.value_dim);
@@ -80,7 +66,7 @@ std::string grads_text(const Wire& w) {
   return text.empty() ? "none" : text;
 }
 
-const Field kFields[] = {
+const Field<Wire> kFields[] = {
     {"make the same attention calls in the same order", [](const Wire& w) { return fmt::format("call {}", w.call); },
      "Does a rank skip a layer or a step?"},
     {"run the same direction",
@@ -100,22 +86,6 @@ const Field kFields[] = {
     {"need gradients of the same inputs", grads_text, "Set requires_grad alike on all ranks."},
     {"use the same kernel", [](const Wire& w) { return std::string(w.kernel); }, "Name one kernel."},
 };
-
-void throw_trouble(const std::vector<Wire>& all) {
-  for (size_t rank = 0; rank < all.size(); ++rank)
-    if (all[rank].troubled)
-      fail(all[rank].argument, fmt::format("{} (rank {} of {})", all[rank].trouble, rank, all.size()));
-}
-
-void throw_difference(const std::vector<Wire>& all) {
-  for (const Field& field : kFields)
-    for (size_t rank = 1; rank < all.size(); ++rank) {
-      const std::string theirs = field.text(all[rank]), first = field.text(all[0]);
-      if (theirs != first)
-        fail(true, fmt::format("[agreement] all ranks must {}, but rank {} differs from rank 0 ({} vs {}). {}",
-                               field.what, rank, theirs, first, field.cure));
-    }
-}
 
 std::pair<std::string, bool> described(const std::exception_ptr& failure) {
   try {
@@ -137,8 +107,8 @@ void agree(Transport& transport, const CallRecord& record) {
     return;
   }
   const std::vector<Wire> all = gather(transport, wire_of(record));
-  throw_trouble(all);
-  throw_difference(all);
+  check_untroubled<Wire>(all);
+  check_alike<Wire>(all, kFields);
 }
 
 void agree_finished(Transport& transport, std::exception_ptr failure) {
