@@ -121,7 +121,8 @@ void check_saved(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 }
 
 double checked_scale(std::optional<double> scale, const AttentionShape& shape) {
-  if (!scale) return 1 / std::sqrt(static_cast<double>(shape.head_dim));
+  // pow, not 1 / sqrt: the same bits as D ** -0.5 in Python, with which another rank may spell it out.
+  if (!scale) return std::pow(static_cast<double>(shape.head_dim), -0.5);
   const DType sums = accumulator(shape.dtype);
   const double largest = sums == DType::f64 ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   // Half of it: scores are multiplied with log2(e) as well.

@@ -223,6 +223,17 @@ def test_a_mistake_in_an_exchange_on_one_rank_is_one_error_on_all(number):
     assert message.startswith("[") and "rank 1 of 2" in message and "\n" not in message
 
 
+def default_scale(rank, world):
+    plan = blockcp.plan(lengths=[1] * world, world_size=world, rank=rank)
+    for width in range(1, 200):
+        x = torch.zeros(1, 1, 1, width)
+        blockcp.attention(x, x, x, plan, scale=width**-0.5 if rank else None)
+
+
+def test_the_default_scale_is_what_it_is_spelled_out():
+    run_ranks(2, default_scale)
+
+
 def different_kinds_of_calls(rank, world):
     plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
     x = torch.zeros(1, 2, 4, 8)
