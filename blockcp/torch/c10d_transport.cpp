@@ -161,11 +161,20 @@ Groups& groups() {
   return *all;
 }
 
+ProcessGroupPtr resolve(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    fail_argument(
+        "[torch] group must be one of torch's process groups, but none has the name \"{}\". Was it destroyed?", name);
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Group> find_group(const std::string& name) {
   if (name.empty()) return std::make_shared<Solo>();
-  const ProcessGroupPtr group = c10d::resolve_process_group(name);
+  const ProcessGroupPtr group = resolve(name);
   std::lock_guard lock(groups().mutex);
   auto& known = groups().known;
   std::erase_if(known, [](const auto& item) { return item.second->expired(); });

@@ -22,7 +22,7 @@ class Group : public Transport {
 };
 
 // The group registered in torch under `name`, the same object at every call; an empty name is one rank on its own.
-// Throws c10::Error for an unknown name.
+// Throws Error(argument) for an unknown name.
 std::shared_ptr<Group> find_group(const std::string& name);
 
 }  // namespace blockcp

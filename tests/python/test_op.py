@@ -143,6 +143,12 @@ def test_double_backward_is_refused():
         dq.sum().backward()
 
 
+def test_a_group_that_torch_does_not_know():
+    plan, q, k, v = one_rank(torch.float32)
+    with pytest.raises(ValueError, match='none has the name "nope"'):
+        blockcp.attention(q, k, v, plan, group="nope")
+
+
 def test_lse_has_no_gradient():
     plan, q, k, v = one_rank()
     out, lse = blockcp.attention(q, k, v, plan, return_lse=True)
