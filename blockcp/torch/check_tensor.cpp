@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -129,6 +130,25 @@ double checked_scale(std::optional<double> scale, const AttentionShape& shape) {
   check_argument(std::abs(*scale) <= largest / 2, "[torch] scale must be a finite number in {}, but it is {}.",
                  name(sums), *scale);
   return *scale;
+}
+
+bool all_meta(std::initializer_list<at::Tensor> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return tensor.is_meta(); });
+}
+
+Trouble trouble_of(const std::exception_ptr& error) {
+  const auto foreign = [](std::string_view text) {
+    return Trouble{fmt::format("[torch] {}", text.substr(0, text.find('\n'))), false};
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& ours) {
+    return {ours.what(), ours.kind() == ErrorKind::argument};
+  } catch (const c10::Error& torchs) {
+    return foreign(torchs.what_without_backtrace());
+  } catch (const std::exception& other) {
+    return foreign(other.what());
+  }
 }
 
 }  // namespace blockcp

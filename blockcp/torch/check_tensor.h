@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <exception>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
@@ -43,6 +45,17 @@ void check_saved(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
 // What scores are multiplied with: D ** -0.5 if nothing is given. Throws Error(argument) unless it is a number in the
 // type of the sums.
 double checked_scale(std::optional<double> scale, const AttentionShape& shape);
+
+// For Meta kernels, which the dispatcher calls where any tensor is on meta: where some are not, the CPU kernel's checks
+// say what is wrong, to all ranks.
+bool all_meta(std::initializer_list<at::Tensor> tensors);
+
+// An error that this rank found in its own call, as the others are told: one line.
+struct Trouble {
+  std::string text;
+  bool is_argument = true;
+};
+Trouble trouble_of(const std::exception_ptr& error);
 
 // Runs body and turns the library's errors into torch's: ValueError for arguments, RuntimeError for faults.
 template <class Body>

@@ -1,8 +1,10 @@
 // Rows between ranks on their own: one op that moves them by splits and an index, and its adjoint.
 //
 // move_rows: row send_index[i] of x along `dim` goes to the rank that split i falls into (in_splits, by rank); what
-// arrives (out_splits rows, by rank) lies in rank order. move_rows_adjoint: the transposed map; rows that went to
-// several ranks get the sum of what comes back, in fp32 (fp64 for fp64), by ascending rank, rounded once.
+// arrives (out_splits rows, by rank) lies in rank order. `trouble` is as for attention, see ops.h. move_rows_adjoint:
+// the transposed map; rows that went to several ranks get the sum of what comes back, in fp32 (fp64 for fp64), by
+// ascending rank, rounded once.
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -15,6 +17,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "blockcp/engine/agreement.h"
+#include "blockcp/engine/alike.h"
 #include "blockcp/torch/c10d_transport.h"
 #include "blockcp/torch/check_tensor.h"
 #include "blockcp/torch/fresh.h"
@@ -28,15 +32,50 @@ using torch::autograd::variable_list;
 
 int64_t sum(const Splits& splits) { return std::accumulate(splits.begin(), splits.end(), int64_t{0}); }
 
-// What every rank tells the others before rows move, followed by its splits.
+// What both ops carry beside their tensors.
+struct RowsArgs {
+  std::string group;  // empty: no group, one rank
+  Splits in, out;     // rows for and from every rank, in forward
+  int64_t dim = 0;
+  bool needs_grad = false;  // set by the Autograd kernel: a backward will follow
+};
+
+constexpr size_t kDims = 64;  // no tensor has more
+
+// What every rank tells the others before rows move, followed by its splits. See alike.h.
 struct RowsRecord {
-  int64_t call = 0, row_bytes = 0;
-  char trouble[496] = {};
+  int64_t call = 0, dims = 0, dim = 0, sizes[kDims] = {};  // of x, or of the gradient
+  Phase phase = Phase::forward;
+  at::ScalarType dtype = at::kFloat;
+  bool needs_grad = false, troubled = false, argument = true;
+  char trouble[800] = {};
 };
 
 struct RowsTable {
   std::vector<RowsRecord> records;
   std::vector<Splits> splits;  // of each rank: rows for every rank, then rows from every rank
+};
+
+// The splits say how many rows there are along `dim`; every other size is one for all.
+std::string shape_text(const RowsRecord& record) {
+  std::vector<std::string> sizes;
+  for (int64_t d = 0; d < record.dims; ++d)
+    sizes.push_back(d == record.dim ? "rows" : fmt::format("{}", record.sizes[d]));
+  return fmt::format("[{}]", fmt::join(sizes, ", "));
+}
+
+const Field<RowsRecord> kFields[] = {
+    {"move rows in the same calls in the same order",
+     [](const RowsRecord& r) { return fmt::format("call {}", r.call); }, "Does a rank skip an exchange?"},
+    {"run the same direction",
+     [](const RowsRecord& r) { return std::string(r.phase == Phase::forward ? "forward" : "backward"); },
+     "Does one rank not run its backward?"},
+    {"move rows of the same dtype", [](const RowsRecord& r) { return std::string(c10::toString(r.dtype)); },
+     "Check autocast and the types of the weights."},
+    {"move rows of the same shape along the same dim", shape_text, "Check the shapes and dim."},
+    {"need gradients alike",
+     [](const RowsRecord& r) { return std::string(r.needs_grad ? "with gradients" : "without"); },
+     "Set requires_grad alike on all ranks."},
 };
 
 RowsTable gather_table(Group& group, const RowsRecord& mine, const Splits& in, const Splits& out) {
@@ -60,28 +99,23 @@ RowsTable gather_table(Group& group, const RowsRecord& mine, const Splits& in, c
 // Collective: every rank throws the same error unless each rank sends what its peer expects.
 void agree_on_rows(Group& group, const RowsRecord& mine, const Splits& in, const Splits& out) {
   const auto [records, splits] = gather_table(group, mine, in, out);
-  const size_t world = records.size();
-  for (size_t r = 0; r < world; ++r)
-    check_argument(records[r].trouble[0] == 0, "{} (rank {} of {})", records[r].trouble, r, world);
-  for (size_t r = 0; r < world; ++r) {
-    check_argument(records[0].call == records[r].call && records[0].row_bytes == records[r].row_bytes,
-                   "[exchange] all ranks must move rows of the same size in the same call, but rank {} has {} bytes a "
-                   "row in call {} and rank 0 {} bytes in call {}.",
-                   r, records[r].row_bytes, records[r].call, records[0].row_bytes, records[0].call);
-    for (size_t to = 0; to < world; ++to)
-      check_argument(splits[r][to] == splits[to][world + r],
+  check_untroubled<RowsRecord>(records);
+  check_alike<RowsRecord>(records, kFields);
+  for (size_t r = 0; r < records.size(); ++r)
+    for (size_t to = 0; to < records.size(); ++to)
+      check_argument(splits[r][to] == splits[to][records.size() + r],
                      "[exchange] ranks must agree on rows, but rank {} sends {} rows to rank {}, which expects {}.", r,
-                     splits[r][to], to, splits[to][world + r]);
-  }
+                     splits[r][to], to, splits[to][records.size() + r]);
 }
 
 void check_splits(const Group& group, const Splits& in, const Splits& out) {
   const auto fits = [&](const Splits& splits) {
     return static_cast<int>(splits.size()) == group.world() &&
-           std::all_of(splits.begin(), splits.end(), [](int64_t rows) { return rows >= 0; });
+           std::all_of(splits.begin(), splits.end(), [](int64_t rows) { return rows >= 0 && rows >> 31 == 0; });
   };
   check_argument(fits(in) && fits(out),
-                 "[exchange] splits must be {} numbers of at least 0, one a rank, but they are in [{}] and out [{}].",
+                 "[exchange] splits must be numbers from 0 to 2^31 - 1, one for each rank of {}, but they are in [{}] "
+                 "and out [{}].",
                  group.world(), fmt::join(in, ", "), fmt::join(out, ", "));
 }
 
@@ -120,78 +154,107 @@ at::Tensor all_to_all(Group& group, const at::Tensor& rows, const Splits& in, co
   return at::cat({arrived.narrow(0, 0, own_to), rows.narrow(0, own_from, own), arrived.slice(0, own_to)});
 }
 
-// Checks locally, tells the others, then moves.
-template <class Check>
-std::shared_ptr<Group> opened(const std::string& name, const at::Tensor& x, int64_t dim, const Splits& in,
-                              const Splits& out, Check&& check) {
-  auto group = find_group(name);
-  RowsRecord record{.call = group->next_call()};
-  try {
-    check_argument(x.is_cpu(), "[exchange] x must be on the CPU in this build, but it is on {}.", x.device().str());
-    check_argument(dim >= 0 && dim < x.dim(), "[exchange] dim must be a dimension of x {}, but it is {}.",
-                   text(x.sizes()), dim);
-    check_splits(*group, in, out);
-    check();
-    record.row_bytes = row_bytes(x, dim);
-  } catch (const Error& error) {
-    std::strncpy(record.trouble, error.what(), sizeof record.trouble - 1);
+void check_rows(const at::Tensor& x, int64_t dim) {
+  check_argument(x.is_cpu(), "[exchange] x must be on the CPU in this build, but it is on {}.", x.device().str());
+  check_argument(x.dim() <= static_cast<int64_t>(kDims), "[exchange] x must have at most {} dimensions, but it has {}.",
+                 kDims, x.dim());
+  check_argument(dim >= 0 && dim < x.dim(), "[exchange] dim must be a dimension of x {}, but it is {}.",
+                 text(x.sizes()), dim);
+}
+
+// One call: checks locally, tells the others, then moves.
+class RowsCall {
+ public:
+  RowsCall(const RowsArgs& args, Phase phase)
+      : group_(find_group(args.group)),
+        sends_(phase == Phase::forward ? args.in : args.out),
+        receives_(phase == Phase::forward ? args.out : args.in) {
+    record_.call = group_->next_call();
+    record_.phase = phase;
+    record_.needs_grad = args.needs_grad;
   }
-  agree_on_rows(*group, record, in, out);
-  return group;
+
+  template <class Check>
+  void agree(const at::Tensor& x, int64_t dim, const std::string& trouble, Check&& check) {
+    try {
+      check_argument(trouble.empty(), "{}", trouble);
+      check_rows(x, dim);
+      check_splits(*group_, sends_, receives_);
+      check();
+      describe(x, dim);
+    } catch (...) {
+      const Trouble found = trouble_of(std::current_exception());
+      put_trouble(record_, found.text, found.is_argument);
+    }
+    agree_on_rows(*group_, record_, sends_, receives_);
+  }
+
+  at::Tensor move(const at::Tensor& rows) const { return all_to_all(*group_, rows, sends_, receives_); }
+
+ private:
+  void describe(const at::Tensor& x, int64_t dim) {
+    record_.dtype = x.scalar_type();
+    record_.dims = x.dim();
+    record_.dim = dim;
+    std::copy(x.sizes().begin(), x.sizes().end(), record_.sizes);
+  }
+
+  const std::shared_ptr<Group> group_;
+  const Splits sends_, receives_;
+  RowsRecord record_;
+};
+
+at::Tensor index_of(const at::Tensor& send_index, int64_t count, int64_t rows) {
+  const at::Tensor index = integers(send_index, "send_index").flatten();
+  check_argument(index.numel() == count, "[exchange] send_index must have one entry for each of {} rows, but has {}.",
+                 count, index.numel());
+  for (int64_t row : span_of(index))
+    check_argument(
+        row >= 0 && row < rows,
+        "[exchange] send_index must name rows below {}, but it names {}. A plan's names rows of the whole batch: "
+        "flatten batch and rows first.",
+        rows, row);
+  return index;
 }
 
-at::Tensor move_rows_kernel(const at::Tensor& x, const at::Tensor& send_index, const std::string& name,
-                            const Splits& in, const Splits& out, int64_t dim) {
+at::Tensor move_rows_kernel(const at::Tensor& x, const at::Tensor& send_index, const RowsArgs& args,
+                            const std::string& trouble) {
+  RowsCall call(args, Phase::forward);
   at::Tensor index;
-  const auto group = opened(name, x, dim, in, out, [&] {
-    index = integers(send_index, "send_index").flatten();
-    check_argument(index.numel() == sum(in),
-                   "[exchange] send_index must have one entry for each of {} rows, but has {}.", sum(in),
-                   index.numel());
-    for (int64_t row : span_of(index))
-      check_argument(row >= 0 && row < x.size(dim), "[exchange] send_index must name rows below {}, but it names {}.",
-                     x.size(dim), row);
-  });
-  const at::Tensor rows = x.movedim(dim, 0).index_select(0, index).contiguous();
-  return all_to_all(*group, rows, in, out).movedim(0, dim).contiguous();
+  call.agree(x, args.dim, trouble, [&] { index = index_of(send_index, sum(args.in), x.size(args.dim)); });
+  const at::Tensor rows = x.movedim(args.dim, 0).index_select(0, index).contiguous();
+  return call.move(rows).movedim(0, args.dim).contiguous();
 }
 
-at::Tensor move_rows_adjoint_kernel(const at::Tensor& grad, const at::Tensor& send_index, const std::string& name,
-                                    const Splits& in, const Splits& out, int64_t dim, int64_t rows) {
+at::Tensor move_rows_adjoint_kernel(const at::Tensor& grad, const at::Tensor& send_index, const RowsArgs& args,
+                                    int64_t rows) {
+  RowsCall call(args, Phase::backward);
   at::Tensor index;
-  const auto group = opened(name, grad, dim, out, in, [&] {
-    index = integers(send_index, "send_index").flatten();
-    check_argument(grad.size(dim) == sum(out), "[exchange] the gradient must have {} rows, but it has {}.", sum(out),
-                   grad.size(dim));
+  call.agree(grad, args.dim, /*trouble=*/"", [&] {
+    check_argument(grad.size(args.dim) == sum(args.out), "[exchange] the gradient must have {} rows, but it has {}.",
+                   sum(args.out), grad.size(args.dim));
+    index = index_of(send_index, sum(args.in), rows);
   });
-  const at::Tensor returned = all_to_all(*group, grad.movedim(dim, 0).contiguous(), out, in);
+  const at::Tensor returned = call.move(grad.movedim(args.dim, 0).contiguous());
   Splits sizes = returned.sizes().vec();
   sizes[0] = rows;
-  const auto wide = accumulator(dtype_of(grad, "the gradient"));
-  at::Tensor total = at::zeros(sizes, returned.options().dtype(scalar_type(wide)));
+  at::Tensor total = at::zeros(sizes, returned.options().dtype(at::toOpMathType(grad.scalar_type())));
   total.index_add_(0, index, returned.to(total.scalar_type()));
-  return total.to(grad.scalar_type()).movedim(0, dim).contiguous();
-}
-
-// For an error that Python found in this rank's arguments: all ranks throw it together.
-void rows_trouble(std::string name, std::string trouble) {
-  translated([&] {
-    const auto group = find_group(name);
-    RowsRecord record{.call = group->next_call()};
-    std::strncpy(record.trouble, trouble.c_str(), sizeof record.trouble - 1);
-    agree_on_rows(*group, record, {}, {});
-  });
+  return total.to(grad.scalar_type()).movedim(0, args.dim).contiguous();
 }
 
 at::Tensor move_rows_cpu(const at::Tensor& x, const at::Tensor& send_index, std::string group, Splits in_splits,
-                         Splits out_splits, int64_t dim) {
-  return translated([&] { return move_rows_kernel(x, send_index, group, in_splits, out_splits, dim); });
+                         Splits out_splits, int64_t dim, bool needs_grad, std::string trouble) {
+  return translated([&] {
+    return move_rows_kernel(x, send_index, {group, in_splits, out_splits, dim, needs_grad}, trouble);
+  });
 }
 
 at::Tensor move_rows_adjoint_cpu(const at::Tensor& grad, const at::Tensor& send_index, std::string group,
                                  Splits in_splits, Splits out_splits, int64_t dim, int64_t rows) {
-  return translated(
-      [&] { return move_rows_adjoint_kernel(grad, send_index, group, in_splits, out_splits, dim, rows); });
+  return translated([&] {
+    return move_rows_adjoint_kernel(grad, send_index, {group, in_splits, out_splits, dim}, rows);
+  });
 }
 
 at::Tensor with_rows(const at::Tensor& x, int64_t dim, int64_t rows) {
@@ -200,68 +263,74 @@ at::Tensor with_rows(const at::Tensor& x, int64_t dim, int64_t rows) {
   return at::empty_symint(sizes, x.options());
 }
 
-at::Tensor move_rows_meta(const at::Tensor& x, const at::Tensor&, std::string, Splits, Splits out_splits, int64_t dim) {
+at::Tensor move_rows_meta(const at::Tensor& x, const at::Tensor& send_index, std::string group, Splits in_splits,
+                          Splits out_splits, int64_t dim, bool needs_grad, std::string trouble) {
+  if (!all_meta({x})) return move_rows_cpu(x, send_index, group, in_splits, out_splits, dim, needs_grad, trouble);
   return with_rows(x, dim, sum(out_splits));
 }
 
-at::Tensor move_rows_adjoint_meta(const at::Tensor& grad, const at::Tensor&, std::string, Splits, Splits, int64_t dim,
-                                  int64_t rows) {
+at::Tensor move_rows_adjoint_meta(const at::Tensor& grad, const at::Tensor& send_index, std::string group,
+                                  Splits in_splits, Splits out_splits, int64_t dim, int64_t rows) {
+  if (!all_meta({grad})) return move_rows_adjoint_cpu(grad, send_index, group, in_splits, out_splits, dim, rows);
   return with_rows(grad, dim, rows);
 }
 
-at::Tensor call_move_rows(const at::Tensor& x, const at::Tensor& send_index, const std::string& group, const Splits& in,
-                          const Splits& out, int64_t dim) {
+at::Tensor call_move_rows(const at::Tensor& x, const at::Tensor& send_index, const RowsArgs& args,
+                          const std::string& trouble) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("blockcp::move_rows", "").typed<decltype(move_rows_cpu)>();
-  return op.call(x, send_index, group, in, out, dim);
+  return op.call(x, send_index, args.group, args.in, args.out, args.dim, args.needs_grad, trouble);
 }
 
-at::Tensor call_adjoint(const at::Tensor& grad, const at::Tensor& send_index, const std::string& group,
-                        const Splits& in, const Splits& out, int64_t dim, int64_t rows) {
+at::Tensor call_adjoint(const at::Tensor& grad, const at::Tensor& send_index, const RowsArgs& args, int64_t rows) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("blockcp::move_rows_adjoint", "")
                              .typed<decltype(move_rows_adjoint_cpu)>();
-  return op.call(grad, send_index, group, in, out, dim, rows);
+  return op.call(grad, send_index, args.group, args.in, args.out, args.dim, rows);
 }
 
 struct MoveRows : torch::autograd::Function<MoveRows> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& send_index,
-                            const std::string& group, const Splits& in, const Splits& out, int64_t dim) {
+                            const RowsArgs& args, const std::string& trouble) {
+    at::Tensor moved = [&] {
+      at::AutoDispatchBelowADInplaceOrView below;
+      return call_move_rows(x, send_index, args, trouble);
+    }();
     ctx->save_for_backward({send_index});
-    ctx->saved_data["group"] = group;
-    ctx->saved_data["in"] = in;
-    ctx->saved_data["out"] = out;
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["rows"] = x.size(dim);
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_move_rows(x, send_index, group, in, out, dim);
+    ctx->saved_data["group"] = args.group;
+    ctx->saved_data["in"] = args.in;
+    ctx->saved_data["out"] = args.out;
+    ctx->saved_data["dim"] = args.dim;
+    ctx->saved_data["rows"] = x.size(args.dim);
+    return moved;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const at::Tensor send_index = ctx->get_saved_variables()[0];
     auto& data = ctx->saved_data;
-    const at::Tensor dx = call_adjoint(grads[0], send_index, data["group"].toStringRef(), data["in"].toIntVector(),
-                                       data["out"].toIntVector(), data["dim"].toInt(), data["rows"].toInt());
-    return {dx, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    const RowsArgs args{data["group"].toStringRef(), data["in"].toIntVector(), data["out"].toIntVector(),
+                        data["dim"].toInt()};
+    return {call_adjoint(grads[0], send_index, args, data["rows"].toInt()), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
 at::Tensor move_rows_autograd(const at::Tensor& x, const at::Tensor& send_index, std::string group, Splits in_splits,
-                              Splits out_splits, int64_t dim) {
-  if (at::GradMode::is_enabled() && x.requires_grad())
-    return MoveRows::apply(x, send_index, group, in_splits, out_splits, dim);
+                              Splits out_splits, int64_t dim, bool, std::string trouble) {
+  const RowsArgs args{group, in_splits, out_splits, dim, at::GradMode::is_enabled() && x.requires_grad()};
+  if (args.needs_grad) return MoveRows::apply(x, send_index, args, trouble);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_move_rows(x, send_index, group, in_splits, out_splits, dim);
+  return call_move_rows(x, send_index, args, trouble);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(blockcp, m) {
-  m.def("move_rows(Tensor x, Tensor send_index, str group, int[] in_splits, int[] out_splits, int dim) -> Tensor");
+  m.def(
+      "move_rows(Tensor x, Tensor send_index, str group, int[] in_splits, int[] out_splits, int dim, "
+      "bool needs_grad=False, str trouble=\"\") -> Tensor");
   m.def(
       "move_rows_adjoint(Tensor grad, Tensor send_index, str group, int[] in_splits, int[] out_splits, int dim, "
       "int rows) -> Tensor");
-  m.def("rows_trouble(str group, str trouble) -> ()", rows_trouble);
 }
 
 TORCH_LIBRARY_IMPL(blockcp, CPU, m) {

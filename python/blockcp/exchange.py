@@ -1,20 +1,26 @@
 """Three differentiable collectives along a sequence dimension, on their own.
 
 All of them are collective: every rank of the group calls them in the same order, in the backward too. Ranks compare
-their splits before anything is sent; a difference is a ValueError on every rank. Gradients that meet are summed in fp32
-(fp64 for fp64) by ascending rank and rounded once.
+dtype, shape, dim, requires_grad and splits before anything is sent; a difference, or an argument on one rank that no
+call could take, is a ValueError on every rank. Gradients that meet are summed in fp32 (fp64 for fp64) by ascending rank
+and rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from blockcp._library import ops
+from blockcp.arguments import check_tensors, seen, trouble_of
 from blockcp.groups import group_name, rank_and_size
+from blockcp.mask import as_int
+
+# Which local rows are sent, how many to every rank, and how many come from every rank.
+Moves = tuple[torch.Tensor, list[int], list[int]]
 
 
 def all_gather(x: torch.Tensor, group: Any = None, dim: int = -2) -> torch.Tensor:
@@ -28,12 +34,12 @@ def all_gather(x: torch.Tensor, group: Any = None, dim: int = -2) -> torch.Tenso
     Returns:
         ``[..., world L, ...]``, contiguous.
     """
-    _, world = _place(group)
-    if not _has_dim(x, dim):
-        return refuse(group, f"[exchange] dim must be one of x {list(x.shape)}, but it is {dim}.")
-    rows = x.shape[dim]
-    index = torch.arange(rows).repeat(world)
-    return ops.move_rows(x, index, group_name(group), [rows] * world, [rows] * world, _from_front(x, dim))
+    place = place_in(group)
+
+    def moves(rows: int) -> Moves:
+        return torch.arange(rows, device="cpu").repeat(place.world), [rows] * place.world, [rows] * place.world
+
+    return _move(x, place, dim, moves)
 
 
 def left_halo(x: torch.Tensor, group: Any = None, halo_size: int = 0, dim: int = -2) -> torch.Tensor:
@@ -48,18 +54,17 @@ def left_halo(x: torch.Tensor, group: Any = None, halo_size: int = 0, dim: int =
     Returns:
         ``[..., halo_size, ...]``, contiguous.
     """
-    rank, world = _place(group)
-    if not _has_dim(x, dim):
-        return refuse(group, f"[exchange] dim must be one of x {list(x.shape)}, but it is {dim}.")
-    rows = x.shape[dim]
-    if not isinstance(halo_size, int) or not 0 <= halo_size <= rows:
-        return refuse(
-            group, f"[exchange] halo_size must be an integer from 0 to the {rows} rows of x, not {halo_size}."
-        )
-    in_splits, out_splits = [0] * world, [0] * world
-    in_splits[(rank + 1) % world] = out_splits[(rank - 1) % world] = halo_size
-    index = torch.arange(rows - halo_size, rows)
-    return ops.move_rows(x, index, group_name(group), in_splits, out_splits, _from_front(x, dim))
+    place = place_in(group)
+
+    def moves(rows: int) -> Moves:
+        size = as_int(halo_size, "[exchange] halo_size")
+        if not 0 <= size <= rows:
+            raise ValueError(f"[exchange] halo_size must be from 0 to the {rows} rows of x, but it is {size}.")
+        in_splits, out_splits = [0] * place.world, [0] * place.world
+        in_splits[(place.rank + 1) % place.world] = out_splits[(place.rank - 1) % place.world] = size
+        return torch.arange(rows - size, rows, device="cpu"), in_splits, out_splits
+
+    return _move(x, place, dim, moves)
 
 
 def needed_rows(
@@ -73,6 +78,8 @@ def needed_rows(
     """All-to-all-v of chosen rows; the backward adds what comes back onto the rows that were sent.
 
     :meth:`blockcp.Plan.needed_splits` makes the splits and the index with which every rank gets exactly what it needs.
+    It counts the rows of all sequences: ``x`` of ``[B, H, L, D]`` goes in as ``x.transpose(1, 2).flatten(0, 1)``, with
+    ``dim=0``.
 
     Args:
         x: ``[..., L, ...]``.
@@ -82,9 +89,12 @@ def needed_rows(
     Returns:
         ``[..., sum(out_splits), ...]`` by source rank, contiguous.
     """
-    index = torch.as_tensor(send_index)
-    index = index if index.numel() else index.to(torch.int64)
-    return ops.move_rows(x, index, group_name(group), list(in_splits), list(out_splits), _from_front(x, dim))
+    place = place_in(group)
+
+    def moves(rows: int) -> Moves:
+        return _rows(send_index), _splits(in_splits, "in_splits"), _splits(out_splits, "out_splits")
+
+    return _move(x, place, dim, moves)
 
 
 def traffic(group: Any = None) -> tuple[int, int]:
@@ -94,23 +104,60 @@ def traffic(group: Any = None) -> tuple[int, int]:
 
 def refuse(group: Any, trouble: str) -> NoReturn:
     """Collective: an error that this rank found in its arguments of an exchange becomes a ValueError on every rank."""
-    ops.rows_trouble(group_name(group), trouble)
+    nothing = torch.empty(0, device="cpu")
+    ops.move_rows(nothing, nothing, group_name(group), [], [], 0, trouble=trouble)
     raise ValueError(trouble)
 
 
-def _has_dim(x: torch.Tensor, dim: int) -> bool:
-    return isinstance(dim, int) and -x.dim() <= dim < x.dim()
+class Place(NamedTuple):
+    """Where this rank is: the group's name, empty for one rank without a group."""
+
+    name: str
+    rank: int
+    world: int
 
 
-def _from_front(x: torch.Tensor, dim: int) -> int:
-    return dim % x.dim() if -x.dim() <= dim < x.dim() else dim
+def place_in(group: Any, world_size: int | None = None) -> Place:
+    """This rank in ``group``; ``world_size`` of the plan, where there is one, as for :func:`group_name`."""
+    name = group_name(group, world_size)
+    if not name:
+        return Place(name, 0, 1)
+    is_mesh = not isinstance(group, dist.ProcessGroup) and hasattr(group, "get_group")
+    return Place(name, *(rank_and_size(None, group) if is_mesh else rank_and_size(group, None)))
 
 
-def _place(group: Any) -> tuple[int, int]:
-    if group is None and not dist.is_initialized():
-        return 0, 1
-    return (
-        rank_and_size(None, group)
-        if not isinstance(group, dist.ProcessGroup) and hasattr(group, "get_group")
-        else rank_and_size(group, None)
-    )
+def _move(x: torch.Tensor, place: Place, dim: int, moves: Callable[[int], Moves]) -> torch.Tensor:
+    """The op. An error here, or of ``moves(rows along dim)``, is raised on every rank."""
+    try:
+        check_tensors("exchange", place.world, x=x)
+        dim = as_int(dim, "[exchange] dim")
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"[exchange] dim must be one of x {list(x.shape)}, but it is {dim}.")
+        dim %= x.dim()
+        index, in_splits, out_splits = moves(x.shape[dim])
+    except Exception as error:
+        refuse(place.name, trouble_of(error, "exchange"))
+    return ops.move_rows(x, index, place.name, in_splits, out_splits, dim)
+
+
+def _rows(send_index: Any) -> torch.Tensor:
+    try:
+        index = torch.as_tensor(send_index).to("cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"[exchange] send_index must be integers, one a row, but it is {seen(send_index)}.") from None
+    check_tensors("exchange", 1, send_index=index)
+    if index.numel() == 0:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ValueError(f"[exchange] send_index must be integers, one a row, but they are {index.dtype}.")
+    return index
+
+
+def _splits(splits: Any, name: str) -> list[int]:
+    try:
+        rows = [as_int(number, f"[exchange] a number in {name}") for number in splits]
+    except (TypeError, RuntimeError):
+        raise ValueError(f"[exchange] {name} must be integers, one a rank, but it is {seen(splits)}.") from None
+    if not all(0 <= number < 2**31 for number in rows):
+        raise ValueError(f"[exchange] {name} must be from 0 to 2^31 - 1, but they are {seen(rows)}.")
+    return rows

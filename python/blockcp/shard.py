@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blockcp.exchange import all_gather, refuse
-from blockcp.groups import group_name
+from blockcp.arguments import check_tensors, seen, trouble_of
+from blockcp.exchange import all_gather, place_in, refuse
+from blockcp.mask import as_int
 from blockcp.plan import Plan
 
 ALIGNED = ("input_ids", "inputs_embeds", "labels", "loss_mask", "position_ids", "shift_labels", "token_type_ids")
@@ -65,14 +66,32 @@ def unshard(tensor: torch.Tensor, plan: Plan, group: Any = None, dim: int = 1) -
     Returns:
         ``[..., S, ...]`` with the rows that the plan was given, on every rank.
     """
-    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != plan.local_rows:
-        refuse(
-            "" if plan.world_size == 1 else group_name(group, plan.world_size),
-            f"[shard] the tensor must have the plan's {plan.local_rows} local rows along dim {dim}, but its shape is "
-            f"{list(tensor.shape)}.",
-        )
-    whole = tensor if plan.world_size == 1 else all_gather(tensor, group, dim)
+    world_size = plan.world_size if isinstance(plan, Plan) else None
+    alone = world_size == 1 and group is None
+    world = 1 if alone else place_in(group, world_size).world
+    try:
+        _check_part(tensor, plan, world, dim)
+    except Exception as error:
+        refuse("" if alone else group, trouble_of(error, "shard"))
+    whole = tensor if alone else all_gather(tensor, group, dim)
     return whole.narrow(dim, 0, plan.given_rows)
+
+
+def _check_part(tensor: Any, plan: Any, world: int, dim: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise ValueError(f"[shard] plan must be what blockcp.plan returns, but it is {seen(plan)}.")
+    if plan.world_size != world:
+        raise ValueError(
+            f"[shard] the plan and the group must have the same ranks, but the plan is for {plan.world_size} and the "
+            f"group has {world}. Pass the group that the plan was made for."
+        )
+    check_tensors("shard", world, tensor=tensor)
+    dim = as_int(dim, "[shard] dim")
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != plan.local_rows:
+        raise ValueError(
+            f"[shard] the tensor must have the plan's {plan.local_rows} local rows along dim {dim}, but its shape is "
+            f"{list(tensor.shape)}."
+        )
 
 
 def _sequence_dim(value: Any, plan: Plan) -> int | None:

@@ -203,24 +203,112 @@ def test_an_argument_of_no_sense_on_one_rank_is_one_error_on_all(number):
     assert odd_arguments()[number][1] in message and "rank 1 of 2" in message and "\n" not in message
 
 
-def odd_exchange(rank, world, number):
-    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+def odd_exchanges():
+    """An exchange, what rank 1 changes in its call, and what the error must name."""
     x = torch.zeros(1, 2, 4, 8)
-    calls = [
-        lambda: blockcp.unshard(x[:, :, 1:] if rank else x, plan, dim=2),
-        lambda: blockcp.unshard(x, plan, dim=9 if rank else 2),
-        lambda: blockcp.exchange.left_halo(x, halo_size=9 if rank else 1),
-        lambda: blockcp.exchange.left_halo(x, halo_size=1.5 if rank else 1),
-        lambda: blockcp.exchange.all_gather(x, dim=7 if rank else 2),
-        lambda: blockcp.exchange.needed_rows(x, None, [1, 1], [1, 1], [0.5, 0.5] if rank else [0, 0]),
+    gather, halo, needed, unshard = "all_gather", "left_halo", "needed_rows", "unshard"
+    tensors = [
+        ([1.0], "list"),
+        (None, "NoneType"),
+        (x.to_sparse(), "sparse"),
+        (x.to("meta"), "meta"),
+        (torch._nested_tensor_from_tensor_list([x[0]]), "nested"),
     ]
-    calls[number]()
+    return [
+        *((name, {"x": value}, words) for name in (gather, halo, needed) for value, words in tensors),
+        *((unshard, {"tensor": value}, words) for value, words in tensors),
+        *((name, {"dim": 9}, "dim") for name in (gather, halo, needed, unshard)),
+        *((name, {"dim": "a"}, "'a'") for name in (gather, halo, needed, unshard)),
+        *((gather, {"dim": value}, "dim") for value in (None, 1.0, True, 2**70)),
+        (gather, {"x": torch.tensor(1.0)}, "dim"),
+        (gather, {"dim": torch._nested_tensor_from_tensor_list([x[0]])}, "Error"),  # its shape raises
+        *((halo, {"halo_size": value}, "halo_size") for value in (9, -1, 1.5, True, "a", None, 2**70)),
+        *((needed, {"in_splits": value}, "in_splits") for value in (None, 1, [1.5, 1], ["a", 1], "ab", [True, 1])),
+        *((needed, {"out_splits": value}, "out_splits") for value in (None, [1, None], [2**70, 1], [-1, 1])),
+        (needed, {"out_splits": [1]}, "[1]"),
+        (needed, {"in_splits": [1, 1, 0]}, "[1, 1, 0]"),
+        (needed, {"send_index": [0.5, 0.5]}, "send_index"),
+        (needed, {"send_index": [[0], [0, 1]]}, "send_index"),
+        (needed, {"send_index": "ab"}, "'ab'"),
+        (needed, {"send_index": None}, "None"),
+        (needed, {"send_index": [0, 2**70]}, "send_index"),
+        (needed, {"send_index": [True, False]}, "bool"),
+        (needed, {"send_index": torch.zeros(2, dtype=torch.int64, device="meta")}, "send_index"),
+        (needed, {"send_index": [0]}, "1"),
+        (needed, {"send_index": [0, 4]}, "below 4"),
+        (unshard, {"plan": None}, "None"),
+        (unshard, {"plan": 5}, "5"),
+        (unshard, {"plan": blockcp.plan(lengths=[6, 2], world_size=1, rank=0)}, "plan is for 1"),
+        (unshard, {"tensor": x[:, :, 1:]}, "[1, 2, 3, 8]"),
+    ]
 
 
-@pytest.mark.parametrize("number", range(6))
+def odd_exchange(rank, world, number):
+    name, changes, _ = odd_exchanges()[number]
+    x = torch.zeros(1, 2, 4, 8)
+    given = {
+        "all_gather": {"x": x},
+        "left_halo": {"x": x, "halo_size": 1},
+        "needed_rows": {"x": x, "in_splits": [1, 1], "out_splits": [1, 1], "send_index": [0, 0]},
+        "unshard": {"tensor": x, "plan": blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)},
+    }[name]
+    call = blockcp.unshard if name == "unshard" else getattr(blockcp.exchange, name)
+    call(**{**given, "dim": 2, "group": dist.group.WORLD, **(changes if rank == 1 else {})})
+
+
+@pytest.mark.parametrize("number", range(len(odd_exchanges())))
 def test_a_mistake_in_an_exchange_on_one_rank_is_one_error_on_all(number):
     message = same_error(2, odd_exchange, number)
     assert message.startswith("[") and "rank 1 of 2" in message and "\n" not in message
+    assert odd_exchanges()[number][2] in message
+
+
+def unlike(what):
+    """Two tensors, and the dims to move along, that must not meet: each alone is a good call."""
+    x = torch.zeros(4, 4, 4)
+    return {
+        "bf16 and fp16": ((x.bfloat16(), 1), (x.half(), 1), ["dtype", "Half vs BFloat16"]),
+        "fp32 and int32": ((x, 1), (x.int(), 1), ["dtype", "Int vs Float"]),
+        "shapes": ((torch.zeros(2, 4, 3), 1), (torch.zeros(3, 4, 2), 1), ["shape", "[3, rows, 2] vs [2, rows, 3]"]),
+        "dims": ((x, 0), (x, 1), ["dim", "[4, rows, 4] vs [rows, 4, 4]"]),
+        "numbers of dims": ((x, 1), (x.reshape(4, 4, 2, 2), 1), ["shape", "[4, rows, 2, 2] vs [4, rows, 4]"]),
+        "gradients": ((x, 1), (x.clone().requires_grad_(), 1), ["gradients", "with gradients vs without"]),
+    }[what]
+
+
+UNLIKE = ("bf16 and fp16", "fp32 and int32", "shapes", "dims", "numbers of dims", "gradients")
+
+
+def unlike_exchange(rank, world, name, what):
+    x, dim = unlike(what)[rank]
+    if name == "unshard":
+        blockcp.unshard(x, blockcp.plan(lengths=[8], world_size=world, rank=rank), dim=dim)
+    elif name == "needed_rows":
+        blockcp.exchange.needed_rows(x, None, [1, 1], [1, 1], [0, 0], dim=dim)
+    else:
+        getattr(blockcp.exchange, name)(x, dim=dim, **({"halo_size": 1} if name == "left_halo" else {}))
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+@pytest.mark.parametrize("name", ["all_gather", "left_halo", "needed_rows", "unshard"])
+def test_exchanges_that_are_not_alike_are_refused_on_all_ranks(name, what):
+    message = same_error(2, unlike_exchange, name, what)
+    assert message.startswith("[agreement]") and all(word in message for word in unlike(what)[2]), message
+
+
+def backward_of_one(rank, world):
+    """Nothing is left behind: a backward that both ranks run follows the refused call."""
+    with pytest.raises(ValueError, match="gradients"):
+        blockcp.exchange.all_gather(torch.ones(2).requires_grad_(rank == 0), dim=0)
+    x = torch.ones(2, requires_grad=True)
+    blockcp.exchange.all_gather(x, dim=0).sum().backward()
+    with torch.no_grad():
+        blockcp.exchange.all_gather(x, dim=0)
+    return x.grad.tolist()
+
+
+def test_gradients_that_one_rank_wants_are_refused_in_forward():
+    assert run_ranks(2, backward_of_one) == [[2, 2]] * 2
 
 
 def default_scale(rank, world):
@@ -232,6 +320,29 @@ def default_scale(rank, world):
 
 def test_the_default_scale_is_what_it_is_spelled_out():
     run_ranks(2, default_scale)
+
+
+def complex_rows(rank, world):
+    x = torch.tensor([1j, 2 + rank], dtype=torch.complex64, requires_grad=True)
+    everything = blockcp.exchange.all_gather(x, dim=0)
+    weights = torch.tensor([1 + 1j, 2j] * world, dtype=torch.complex64) * (rank + 1)
+    (grad,) = torch.autograd.grad((everything * weights).real.sum(), x)
+    return everything.tolist(), grad.conj().tolist()
+
+
+def test_complex_rows_have_gradients():
+    expected = [1j, 2, 1j, 3], [3 + 3j, 6j]
+    assert run_ranks(2, complex_rows) == [expected] * 2
+
+
+def another_group(rank, world):
+    plan = blockcp.plan(lengths=[8], world_size=2, rank=rank % 2)
+    blockcp.unshard(torch.zeros(1, 4, 2), plan, dist.group.WORLD)
+
+
+def test_unshard_in_a_group_of_another_size():
+    message = same_error(4, another_group)
+    assert "plan is for 2" in message and "group has 4" in message
 
 
 def different_kinds_of_calls(rank, world):

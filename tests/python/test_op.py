@@ -109,6 +109,29 @@ def test_compiles_on_ranks():
     run_ranks(2, compiled_on_ranks)
 
 
+def exchanges_compiled_on_ranks(rank, world):
+    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+    group, splits = torch.distributed.group.WORLD, plan.needed_splits()
+    calls = (
+        lambda x: blockcp.exchange.all_gather(x, group),
+        lambda x: blockcp.exchange.left_halo(x, group, 2),
+        lambda x: blockcp.exchange.needed_rows(x, group, *splits),
+        lambda x: blockcp.unshard(x, plan, group),
+    )
+    x = torch.randn(1, 4, 3, requires_grad=True)
+    for call in calls:
+        want = call(x)
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+        assert torch.equal(got, want)
+        (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (want, got))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.dist
+def test_exchanges_compile_on_ranks():
+    run_ranks(2, exchanges_compiled_on_ranks)
+
+
 def checkpointed(rank, world):
     plan = blockcp.plan(lengths=[3 * world, world], world_size=world, rank=rank)
     q, k, v = (torch.randn(1, h, 4, 8, requires_grad=True) for h in (4, 2, 2))
