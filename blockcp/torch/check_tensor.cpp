@@ -113,8 +113,8 @@ void check_saved(const at::Tensor& out, const at::Tensor& lse, const at::Tensor&
                  at::IntArrayRef of_lse, DType type) {
   const auto check = [](const at::Tensor& tensor, at::IntArrayRef sizes, DType of, const char* what) {
     check_argument(tensor.sizes() == sizes && tensor.scalar_type() == scalar_type(of) && tensor.is_cpu(),
-                   "[torch] {}, {} {}, but it is {} {}.", what, text(sizes), c10::toString(scalar_type(of)),
-                   text(tensor.sizes()), type_name(tensor));
+                   "[torch] {}, {} {} on the CPU, but it is {} {} on {}.", what, text(sizes),
+                   c10::toString(scalar_type(of)), text(tensor.sizes()), type_name(tensor), tensor.device().str());
   };
   check(out, of_out, type, "out must be what the forward returned");
   check(lse, of_lse, accumulator(type), "lse must be what the forward returned");

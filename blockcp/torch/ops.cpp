@@ -61,18 +61,17 @@ Prepared prepare(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 // agreement that opens their call.
 template <class Body>
 auto or_tell_all(Group& group, const CallRecord& record, bool tell, Body&& body) {
-  CallRecord troubled = record;
+  Trouble trouble;
   try {
     return body();
-  } catch (const Error& error) {
-    troubled.trouble = error.what();
-    troubled.trouble_is_argument = error.kind() == ErrorKind::argument;
-  } catch (const std::exception& error) {
-    troubled.trouble = fmt::format("[torch] {}", error.what());
-    troubled.trouble_is_argument = false;
+  } catch (...) {
+    trouble = trouble_of(std::current_exception());
   }
-  if (tell && group.world() > 1) agree(group, troubled);
-  throw Error(troubled.trouble_is_argument ? ErrorKind::argument : ErrorKind::system, troubled.trouble);
+  CallRecord troubled = record;
+  troubled.trouble = trouble.text;
+  troubled.trouble_is_argument = trouble.is_argument;
+  if (tell) agree(group, troubled);
+  throw Error(trouble.is_argument ? ErrorKind::argument : ErrorKind::system, trouble.text);
 }
 
 Call executor_call(const Prepared& call, const CallArgs& args, Group& group, Parallel& parallel, int64_t number) {
@@ -157,18 +156,23 @@ AttentionGrads attention_backward_cpu(const at::Tensor& dout, const at::Tensor& 
   });
 }
 
-AttentionResult attention_meta(const at::Tensor& q, const at::Tensor&, const at::Tensor& v, const at::Tensor&,
-                               std::string, std::string, std::optional<double>, std::string, bool, int64_t,
-                               std::string) {
+AttentionResult attention_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& plan,
+                               std::string mask, std::string group, std::optional<double> scale, std::string kernel,
+                               bool agree, int64_t needs_grad, std::string trouble) {
+  if (!all_meta({q, k, v})) return attention_cpu(q, k, v, plan, mask, group, scale, kernel, agree, needs_grad, trouble);
   const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const c10::SymInt batch = q.sym_size(0), heads = q.sym_size(1), rows = q.sym_size(2);
   return {at::empty_symint({batch, heads, rows, v.sym_size(3)}, q.options()),
           at::empty_symint({batch, heads, rows}, q.options().dtype(lse_type))};
 }
 
-AttentionGrads attention_backward_meta(const at::Tensor&, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                       const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string,
-                                       std::string, std::optional<double>, std::string, bool, int64_t) {
+AttentionGrads attention_backward_meta(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                                       const at::Tensor& plan, std::string mask, std::string group,
+                                       std::optional<double> scale, std::string kernel, bool agree,
+                                       int64_t needs_grad) {
+  if (!all_meta({dout, q, k, v, out, lse}))
+    return attention_backward_cpu(dout, q, k, v, out, lse, plan, mask, group, scale, kernel, agree, needs_grad);
   const auto like = [](const at::Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {like(q), like(k), like(v)};
 }

@@ -135,18 +135,24 @@ AttentionGrads varlen_backward_cpu(const at::Tensor& dout, const at::Tensor& q, 
   });
 }
 
-AttentionResult varlen_meta(const at::Tensor& q, const at::Tensor&, const at::Tensor& v, const at::Tensor&,
-                            const at::Tensor&, std::optional<int64_t>, std::optional<int64_t>, bool, at::IntArrayRef,
-                            std::optional<double>, std::string) {
+AttentionResult varlen_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                            std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k, bool causal,
+                            at::IntArrayRef window, std::optional<double> scale, std::string kernel) {
+  if (!all_meta({q, k, v}))
+    return varlen_cpu(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale, kernel);
   const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const c10::SymInt rows = q.sym_size(0), heads = q.sym_size(1);
   return {at::empty_symint({rows, heads, v.sym_size(2)}, q.options()),
           at::empty_symint({heads, rows}, q.options().dtype(lse_type))};
 }
 
-AttentionGrads varlen_backward_meta(const at::Tensor&, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, bool,
-                                    at::IntArrayRef, std::optional<double>, std::string) {
+AttentionGrads varlen_backward_meta(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+                                    const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                                    const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k, bool causal,
+                                    at::IntArrayRef window, std::optional<double> scale, std::string kernel) {
+  if (!all_meta({dout, q, k, v, out, lse}))
+    return varlen_backward_cpu(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, window, scale, kernel);
   const auto like = [](const at::Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {like(q), like(k), like(v)};
 }

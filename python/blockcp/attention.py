@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from blockcp._library import ops
+from blockcp.arguments import as_scale, check_tensors, seen, trouble_of
 from blockcp.groups import group_name
 from blockcp.plan import Plan
 from blockcp.step import Step, counting_step
@@ -57,17 +58,15 @@ def attention(
         RuntimeError: a kernel that fails on one rank, on every rank; a peer that is gone. After that one the group is
             broken and later calls raise at once.
     """
-    if not isinstance(plan, Plan):
-        raise ValueError(f"[torch] plan must be what blockcp.plan returns, but it is {plan!r}.")
-    trouble = _trouble(q, k, v, mask, scale, format, kernel, agreement)
-    if trouble:  # told to the other ranks, which are on their way into the same call
-        q = k = v = torch.empty(0)
-        mask = scale = kernel = agreement = None
-    if format == "blhd":
+    trouble = ""
+    if not isinstance(format, str) or format not in ("bhld", "blhd"):
+        trouble = f'[torch] format must be "bhld" or "blhd", but it is {seen(format)}.'
+    heads_last = not trouble and format == "blhd"
+    if heads_last:
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
-    step = counting_step(plan)
-    out, lse = run(q, k, v, plan, mask, group_name(group, plan.world_size), scale, kernel, agreement, step, trouble)
-    if format == "blhd":
+    name = group_name(group, plan.world_size if isinstance(plan, Plan) else None)
+    out, lse = run(q, k, v, plan, mask, name, scale, kernel, agreement, counting_step(plan), trouble)
+    if heads_last:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
@@ -90,35 +89,31 @@ def run(
     ``trouble``: an error found in this rank's arguments. All ranks raise it, and those found here as well: the others
     are on their way into the same call.
     """
-    trouble = trouble or _trouble(q, k, v, mask, scale, "bhld", kernel, agreement)
-    if trouble:
-        q = k = v = torch.empty(0, 0, 0, 0)
-        mask = scale = kernel = agreement = None
     first = step is None or step.enter_call()
-    scale = None if scale is None else float(scale)
-    agree = agreement != "step" or first
-    return ops.attention(q, k, v, plan.handle, mask or "", group, scale, kernel or "", agree, trouble=trouble)
+    agree = first or not (isinstance(agreement, str) and agreement == "step")
+    try:
+        _check(q, k, v, plan, mask, kernel, agreement)
+        scale = as_scale(scale, "torch")
+    except Exception as error:
+        trouble = trouble or trouble_of(error, "torch")
+    if trouble:
+        nothing = torch.empty(0, 0, 0, 0, device="cpu")
+        return ops.attention(nothing, nothing, nothing, nothing, "", group, None, "", agree, trouble=trouble)
+    return ops.attention(q, k, v, plan.handle, mask or "", group, scale, kernel or "", agree)
 
 
-def _trouble(q: Any, k: Any, v: Any, mask: Any, scale: Any, format: Any, kernel: Any, agreement: Any) -> str:
-    """What is wrong with arguments that the op could not even be called with, or nothing."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-            seen = f"a {x.layout} one" if isinstance(x, torch.Tensor) else type(x).__name__
-            return f"[torch] {name} must be a dense tensor, but it is {seen}."
-    if format not in ("bhld", "blhd"):
-        return f'[torch] format must be "bhld" or "blhd", but it is {format!r}.'
-    if agreement not in (None, "call", "step"):
-        return f'[torch] agreement must be "call" or "step", but it is {agreement!r}.'
+def _check(q: Any, k: Any, v: Any, plan: Any, mask: Any, kernel: Any, agreement: Any) -> None:
+    """Raises ValueError for arguments that the op could not even be called with."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"[torch] plan must be what blockcp.plan returns, but it is {seen(plan)}.")
+    check_tensors("torch", plan.world_size, q=q, k=k, v=v)
+    if agreement is not None and (not isinstance(agreement, str) or agreement not in ("call", "step")):
+        raise ValueError(f'[torch] agreement must be "call" or "step", but it is {seen(agreement)}.')
     for name, text in (("mask", mask), ("kernel", kernel)):
         if text is not None and not isinstance(text, str):
-            return f"[torch] {name} must be a name, but it is {text!r}."
-    if isinstance(scale, (str, bytes, bool, complex)) or (scale is not None and not hasattr(scale, "__float__")):
-        return f"[torch] scale must be a number, but it is {scale!r}."
-    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
-        return f"[torch] scale must be a number, but it is a tensor of shape {list(scale.shape)}."
-    return ""
+            raise ValueError(f"[torch] {name} must be a name, but it is {seen(text)}.")
 
 
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2) if x.dim() == 4 else x
+def _heads_first(x: Any) -> Any:
+    dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+    return x.transpose(1, 2) if dense and x.dim() == 4 else x

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from blockcp._library import ops
+from blockcp.arguments import as_scale, check_tensors
 from blockcp.mask import Mask, as_int
 
 Offsets = torch.Tensor | Sequence[int]
@@ -58,7 +58,7 @@ def varlen(
     Raises:
         ValueError: tensors or offsets that do not fit, with their values.
     """
-    _check_devices(q, k, v)
+    check_tensors("varlen", 1, q=q, k=k, v=v)
     out, lse = ops.varlen(
         q,
         k,
@@ -69,21 +69,10 @@ def varlen(
         _longest(max_seqlen_k, "max_seqlen_k"),
         bool(causal),
         _window(causal, window),
-        _scale(scale),
+        as_scale(scale, "varlen"),
         _kernel(kernel),
     )
     return (out, lse) if return_lse else out
-
-
-# The dispatcher would look for a kernel of the other device instead of complaining.
-def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"[varlen] {name} must be a tensor, but it is a {type(value).__name__}.")
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"[varlen] q, k and v must be on one device, but they are on {q.device}, {k.device} and {v.device}."
-        )
 
 
 def _offsets(values: Offsets, name: str) -> torch.Tensor:
@@ -97,12 +86,6 @@ def _offsets(values: Offsets, name: str) -> torch.Tensor:
     if values.device.type != "cpu":
         raise ValueError(f"[varlen] {name} must be on the CPU in this build, but it is on {values.device}.")
     return values
-
-
-def _scale(scale: Any) -> float | None:
-    if scale is None or (isinstance(scale, numbers.Real) and not isinstance(scale, bool)):
-        return None if scale is None else float(scale)
-    raise ValueError(f"[varlen] scale must be a number or None, but it is {scale!r}.")
 
 
 def _kernel(kernel: Any) -> str:

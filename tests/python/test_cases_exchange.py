@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,17 +178,37 @@ def test_a_mistake_on_one_rank_is_one_error_on_all(number, bad_rank):
 
 def odd_arguments():
     """Arguments that the op could not even be called with, and what the error must name."""
-    q = torch.zeros(1, 4, 4, 8)
+    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
+    shapes = {"q": q.to("meta"), "k": k.to("meta"), "v": k.to("meta")}
     return [
         ({"scale": "x"}, "'x'"),
         ({"scale": float("nan")}, "nan"),
+        ({"scale": torch.tensor([1.0, 2.0])}, "Tensor of [2]"),
+        ({"scale": 10**400}, "1000"),
+        ({"scale": 10**5000}, "int that cannot"),
+        ({"scale": numpy.array([[1.0, 2.0], [3.0, 4.0]])}, "ndarray of [2, 2]"),
+        ({"scale": torch.tensor(1j)}, "scale"),
+        ({"scale": torch._nested_tensor_from_tensor_list([q[0]])}, "Tensor"),
+        ({"scale": torch.tensor(1.0, device="meta")}, "scale"),
         ({"format": "lbhd"}, "'lbhd'"),
+        ({"format": numpy.array(["bhld", "blhd"])}, "format"),
         ({"agreement": "none"}, "'none'"),
+        ({"agreement": numpy.array(["call", "step"])}, "agreement"),
         ({"mask": 3}, "3"),
         ({"kernel": 3}, "3"),
         ({"q": q.numpy()}, "ndarray"),
         ({"q": q.to_sparse()}, "sparse"),
+        ({"q": q.to_sparse(), "format": "blhd"}, "sparse"),
+        ({"q": torch._nested_tensor_from_tensor_list([q[0]])}, "nested"),
+        ({"k": torch._empty_affine_quantized([1, 2, 4, 8], scale=1.0, zero_point=0, dtype=torch.qint8)}, "quantized"),
         ({"q": None}, "NoneType"),
+        ({"plan": None}, "None"),
+        ({"plan": q}, "Tensor of [1, 4, 4, 8]"),
+        ({"plan": torch.Tensor}, "torch.Tensor"),
+        ({"q": shapes["q"]}, "meta, cpu and cpu"),
+        ({"k": shapes["k"]}, "cpu, meta and cpu"),
+        ({"v": shapes["v"]}, "cpu, cpu and meta"),
+        (shapes, "meta"),
     ]
 
 
@@ -197,7 +218,7 @@ def odd_call(rank, world, number):
     blockcp.attention(**{"q": q, "k": k, "v": k, "plan": plan, **(odd_arguments()[number][0] if rank == 1 else {})})
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(len(odd_arguments())))
 def test_an_argument_of_no_sense_on_one_rank_is_one_error_on_all(number):
     message = same_error(2, odd_call, number)
     assert odd_arguments()[number][1] in message and "rank 1 of 2" in message and "\n" not in message

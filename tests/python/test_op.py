@@ -166,10 +166,46 @@ def test_double_backward_is_refused():
         dq.sum().backward()
 
 
+def calls_of_one_rank():
+    plan = blockcp.plan(lengths=[3, 2], rows=6)
+    return {
+        "attention": (lambda x: blockcp.attention(x, x, x, plan), (1, 2, 6, 4)),
+        "varlen": (lambda x: blockcp.varlen(x, x, x, [0, 6], [0, 6]), (6, 2, 4)),
+        "exchange": (lambda x: blockcp.exchange.all_gather(x), (6, 4)),
+    }
+
+
+def test_tensors_on_another_device_are_refused_by_every_op():
+    plan, q, k, v = (x.detach() if isinstance(x, torch.Tensor) else x for x in one_rank(torch.float32))
+    out, lse = OPS.attention(q, k, v, plan.handle)
+    end = (plan.handle, "", "", None, "", True, 7)
+    for i in range(6):
+        given = [x.to("meta") if j == i else x for j, x in enumerate((out, q, k, v, out, lse))]
+        with pytest.raises(ValueError, match=r"must be.*meta"):
+            OPS.attention_backward(*given, *end)
+    for i in range(3):
+        with pytest.raises(ValueError, match=r"must be on the CPU.*meta"):
+            OPS.attention(*(x.to("meta") if j == i else x for j, x in enumerate((q, k, v))), plan.handle)
+    x, offsets = torch.randn(6, 2, 4), torch.tensor([0, 6])
+    out, lse = OPS.varlen(x, x, x, offsets, offsets)
+    for i in range(6):
+        given = [x.to("meta") if j == i else x for j, x in enumerate((out, x, x, x, out, lse))]
+        with pytest.raises(ValueError, match=r"must be.*meta"):
+            OPS.varlen_backward(*given, offsets, offsets, False, [], None, "")
+    with pytest.raises(RuntimeError, match="meta"):
+        OPS.move_rows(x, torch.tensor([0], device="meta"), "", [1], [1], 0)
+
+
 def test_a_group_that_torch_does_not_know():
     plan, q, k, v = one_rank(torch.float32)
     with pytest.raises(ValueError, match='none has the name "nope"'):
         blockcp.attention(q, k, v, plan, group="nope")
+
+
+def test_one_rank_may_ask_for_shapes_alone():
+    for call, shape in calls_of_one_rank().values():
+        x = torch.empty(shape, device="meta")
+        assert call(x).shape == x.shape and call(x).is_meta
 
 
 def test_lse_has_no_gradient():

@@ -277,7 +277,7 @@ def test_KE_05_offsets_of_both_widths_and_lists():
         ({"scale": 1e300}, ["scale", "fp32", "1e+300"]),
         ({"scale": "1"}, ["scale", "'1'"]),
         ({"scale": True}, ["scale", "True"]),
-        ({"q": None}, ["q must be a tensor", "NoneType"]),
+        ({"q": None}, ["q must be a dense tensor", "NoneType"]),
         ({"cu_seqlens_q": None}, ["cu_seqlens_q", "None"]),
         ({"cu_seqlens_k": "0,9"}, ["cu_seqlens_k", "'0,9'"]),
         ({"cu_seqlens_q": [0, 2**64]}, ["cu_seqlens_q", "18446744073709551616"]),
