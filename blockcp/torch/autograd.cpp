@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "blockcp/torch/check_tensor.h"
 #include "blockcp/torch/ops.h"
 
 namespace blockcp {
@@ -68,6 +69,7 @@ AttentionResult attention_autograd(const at::Tensor& q, const at::Tensor& k, con
                                    const at::Tensor& plan, std::string mask, std::string group,
                                    std::optional<double> scale, std::string kernel, bool agree, int64_t,
                                    std::string trouble) {
+  if (trouble.empty()) trouble = tangent_trouble({{"q", q}, {"k", k}, {"v", v}});
   CallArgs args{plan, mask, group, scale, kernel, agree, needs_grad(q, k, v)};
   if (!at::GradMode::is_enabled() || args.needs_grad == 0) {
     args.needs_grad = 0;

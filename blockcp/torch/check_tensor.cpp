@@ -151,4 +151,12 @@ Trouble trouble_of(const std::exception_ptr& error) {
   }
 }
 
+std::string tangent_trouble(std::initializer_list<std::pair<const char*, at::Tensor>> tensors) {
+  for (const auto& [name, tensor] : tensors)
+    if (tensor._fw_grad(/*level=*/0).defined())
+      return fmt::format(
+          "[torch] gradients must be taken in reverse mode, but {} has a forward-mode tangent. Use backward().", name);
+  return "";
+}
+
 }  // namespace blockcp

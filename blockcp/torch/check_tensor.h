@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "blockcp/base/dtype.h"
 #include "blockcp/base/error.h"
@@ -56,6 +57,9 @@ struct Trouble {
   bool is_argument = true;
 };
 Trouble trouble_of(const std::exception_ptr& error);
+
+// What is wrong, if anything: a tensor that forward-mode differentiation has given a tangent, which we would drop.
+std::string tangent_trouble(std::initializer_list<std::pair<const char*, at::Tensor>> tensors);
 
 // Runs body and turns the library's errors into torch's: ValueError for arguments, RuntimeError for faults.
 template <class Body>

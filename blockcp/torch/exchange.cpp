@@ -316,6 +316,7 @@ struct MoveRows : torch::autograd::Function<MoveRows> {
 
 at::Tensor move_rows_autograd(const at::Tensor& x, const at::Tensor& send_index, std::string group, Splits in_splits,
                               Splits out_splits, int64_t dim, bool, std::string trouble) {
+  if (trouble.empty()) trouble = tangent_trouble({{"x", x}});
   const RowsArgs args{group, in_splits, out_splits, dim, at::GradMode::is_enabled() && x.requires_grad()};
   if (args.needs_grad) return MoveRows::apply(x, send_index, args, trouble);
   at::AutoDispatchBelowADInplaceOrView below;

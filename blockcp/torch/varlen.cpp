@@ -205,6 +205,8 @@ AttentionResult varlen_autograd(const at::Tensor& q, const at::Tensor& k, const 
                                 const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                                 std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k, bool causal,
                                 at::IntArrayRef window, std::optional<double> scale, std::string kernel) {
+  const std::string trouble = tangent_trouble({{"q", q}, {"k", k}, {"v", v}});
+  TORCH_CHECK_VALUE(trouble.empty(), trouble);
   if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
     at::AutoDispatchBelowADInplaceOrView below;
     return varlen_op().call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale,

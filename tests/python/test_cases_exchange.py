@@ -7,6 +7,7 @@ import os
 import numpy
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from probe import expect, expect_oracle, ids_of, on_all_paths
 from problems import PATHS, check
@@ -330,6 +331,19 @@ def backward_of_one(rank, world):
 
 def test_gradients_that_one_rank_wants_are_refused_in_forward():
     assert run_ranks(2, backward_of_one) == [[2, 2]] * 2
+
+
+def tangent_of_one(rank, world, name):
+    plan = blockcp.plan(lengths=[6, 2], world_size=world, rank=rank)
+    x = torch.zeros(1, 2, 4, 8)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(x, torch.ones_like(x)) if rank == 1 else x
+        blockcp.attention(x, x, x, plan) if name == "attention" else blockcp.unshard(x, plan, dim=2)
+
+
+@pytest.mark.parametrize("name", ["attention", "unshard"])
+def test_forward_mode_on_one_rank_is_one_error_on_all(name):
+    assert "forward-mode" in same_error(2, tangent_of_one, name)
 
 
 def default_scale(rank, world):

@@ -175,6 +175,17 @@ def calls_of_one_rank():
     }
 
 
+@pytest.mark.parametrize("name", ["attention", "varlen", "exchange"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_mode_is_refused(name, requires_grad):
+    call, shape = calls_of_one_rank()[name]
+    x = torch.randn(shape, requires_grad=requires_grad)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
+        call(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(ValueError, match="forward-mode"):
+        torch.func.jvp(call, (x.detach(),), (torch.ones(shape),))
+
+
 def test_tensors_on_another_device_are_refused_by_every_op():
     plan, q, k, v = (x.detach() if isinstance(x, torch.Tensor) else x for x in one_rank(torch.float32))
     out, lse = OPS.attention(q, k, v, plan.handle)
