@@ -98,7 +98,11 @@ class Plan:
         return json.loads(ops.plan_split_matrix(self.handle, mask or ""))
 
     def needed_splits(self, mask: str | None = None, rank: int | None = None) -> NeededSplits:
-        """Splits and gather index with which ``blockcp.exchange.needed_rows`` delivers what each rank needs."""
+        """Splits and gather index with which ``blockcp.exchange.needed_rows`` delivers what each rank needs.
+
+        The index counts the local rows of all sequences, ``b * local_rows + row``: ``x`` of ``[B, H, L, D]`` goes in
+        as ``x.transpose(1, 2).flatten(0, 1)``, with ``dim=0``.
+        """
         splits = ops.plan_needed_splits(self.handle, mask or "", self.rank if rank is None else rank)
         return NeededSplits(list(splits[0]), list(splits[1]), splits[2])
 

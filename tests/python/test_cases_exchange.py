@@ -370,6 +370,21 @@ def test_complex_rows_have_gradients():
     assert run_ranks(2, complex_rows) == [expected] * 2
 
 
+def needed_of_a_batch(rank, world):
+    plan = blockcp.plan(lengths=[[3 * world - 1, 2], [world, world]], rows=4 * world, world_size=world, rank=rank)
+    whole = torch.arange(2.0 * 4 * world).reshape(2, 1, 4 * world, 1)
+    x = whole[:, :, 4 * rank : 4 * rank + 4]
+    rows = blockcp.exchange.needed_rows(x.transpose(1, 2).flatten(0, 1), None, *plan.needed_splits(), dim=0)
+    needed = plan.visible().any(1).reshape(2, world, 4)
+    parts = whole.reshape(2, world, 4)
+    assert rows.flatten().tolist() == [n for r in range(world) for n in parts[:, r][needed[:, r]].tolist()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_needed_rows_of_several_sequences(world):
+    run_ranks(world, needed_of_a_batch)
+
+
 def another_group(rank, world):
     plan = blockcp.plan(lengths=[8], world_size=2, rank=rank % 2)
     blockcp.unshard(torch.zeros(1, 4, 2), plan, dist.group.WORLD)
