@@ -26,17 +26,20 @@ def status(text):
 
 
 class Runs:
-    """The seconds of one way in one pass."""
+    """The seconds of one way in one pass, and its last result."""
 
     def __init__(self, name, run, repeat):
         self.name, self.run, self.repeat = name, run, repeat
         self.seconds = []
+        self.result = None
 
     def go(self):
+        # Freed here, not after the last run: what nobody takes for some seconds, a virtual machine takes back, and the
+        # run waits for fresh memory.
+        self.result = None
         begin = time.perf_counter()
-        result = self.run()
+        self.result = self.run()
         self.seconds.append(time.perf_counter() - begin)
-        return result  # to be freed outside of the time
 
     def warmed(self):
         self.first = self.seconds[0]
@@ -53,7 +56,7 @@ class Runs:
 
 
 class Contest:
-    """One problem with its tensors. Outputs of the forward pass are kept for the backward one."""
+    """One problem with its tensors. Runs of the forward pass are kept: their results go into the backward one."""
 
     def __init__(self, problem, rows):
         self.problem, self.rows = problem, rows
@@ -64,7 +67,7 @@ class Contest:
 
         self.inputs = [tensor(heads).requires_grad_() for heads in ways.three(problem)]
         self.grad_out = tensor(problem.heads[0])
-        self.outs = {}
+        self.forward = {}
         self.made = {}
 
     def measure(self, direction, repeat, peers, peak):
@@ -79,17 +82,13 @@ class Contest:
         while active := [r for r in runners if r.wants_more and not self.is_distant(r, runners[1:])]:
             for runner in active:
                 status(f"{label}: {runner.name}, run {len(runner.seconds) + 1}")
-                self.keep(runner.name, direction, runner.go())
+                runner.go()
         return runners[0], runners[1:]
 
     @staticmethod
     def is_distant(runner, peers):
         times = [peer.median for peer in peers if peer.seconds]
         return runner in peers and bool(runner.seconds) and runner.median > DISTANT * min(times)
-
-    def keep(self, name, direction, result):
-        if direction == "forward" and result.requires_grad:
-            self.outs[name] = result
 
     def mask_is_hopeless(self, direction, runners, peak):
         """SDPA with a mask computes all rows by all rows: slower than another way even if it did so at the peak."""
@@ -113,33 +112,37 @@ class Contest:
         if way is None or (direction == "backward" and not way.has_backward):
             return None
         runs = Runs(way.name, self.run(way, direction), repeat)
-        result = runs.go()
+        runs.go()
         while sum(runs.seconds) < WARM:
-            result = runs.go()
+            runs.go()
         runs.warmed()
         if direction == "forward":
-            self.check_agreement(way.name, result)
-        self.keep(way.name, direction, result)
+            self.keep(runs)
         return runs
 
     def run(self, way, direction):
         if direction == "forward":
             return lambda: way.attend(*self.inputs)
-        if way.name not in self.outs:
-            self.outs[way.name] = way.attend(*self.inputs)
-            self.check_agreement(way.name, self.outs[way.name])
-        out = self.outs[way.name]
+        if way.name not in self.forward:
+            runs = Runs(way.name, self.run(way, "forward"), 1)
+            runs.go()
+            self.keep(runs)
+        out = self.forward[way.name].result
         return lambda: torch.autograd.grad(out, self.inputs, self.grad_out, retain_graph=True)
 
+    def keep(self, runs):
+        self.forward[runs.name] = runs
+        self.check_agreement(runs)
+
     @torch.no_grad()
-    def check_agreement(self, name, out):
-        if name == ways.OURS:
+    def check_agreement(self, runs):
+        if runs.name == ways.OURS:
             return
-        ours = self.outs[ways.OURS]
-        error = ((out - ours).norm() / ours.norm()).item()
+        ours = self.forward[ways.OURS].result
+        error = ((runs.result - ours).norm() / ours.norm()).item()
         limit = AGREE[self.problem.dtype]
         if not error <= limit:
             raise ValueError(
-                f"[bench] all ways must compute the same, but out of {name} and ours differ by {error:.2g} of its norm "
-                f"({table.Case(self.problem, 'forward').name}, at most {limit:g}). One of them is wrong."
+                f"[bench] all ways must compute the same, but out of {runs.name} and ours differ by {error:.2g} of its "
+                f"norm ({table.Case(self.problem, 'forward').name}, at most {limit:g}). One of them is wrong."
             )
