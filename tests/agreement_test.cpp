@@ -18,7 +18,8 @@ using testing::HasSubstr;
 CallRecord record() {
   return {.call = 7,
           .phase = Phase::forward,
-          .fingerprint = 0x9f2c,
+          .origin = {.documents = 0x9f2c, .layout = 0x1a, .spans = 0xb, .mask = "causal, window 4"},
+          .path = Path::halo,
           .shape = {DType::f32, 8, 2, 128, 64},
           .batch = 1,
           .local_rows = 16,
@@ -64,10 +65,18 @@ TEST(Agreement, every_field_has_its_own_message_with_both_values_on_every_rank) 
       {[](CallRecord& r) { r.call = 8; }, "same order, but rank 3 differs from rank 0 (call 8 vs call 7)."},
       {[](CallRecord& r) { r.phase = Phase::backward; },
        "same direction, but rank 3 differs from rank 0 (backward vs forward)."},
-      {[](CallRecord& r) { r.fingerprint = 0x71aa; },
+      {[](CallRecord& r) { r.origin.documents = 0x71aa; },
        "[agreement] all ranks must hold the same documents, but rank 3 differs from rank 0 (fingerprint "
        "00000000000071aa "
        "vs fingerprint 0000000000009f2c). Broadcast doc_ids before planning"},
+      {[](CallRecord& r) { r.origin.layout = 0x1b; },
+       "cut the rows alike, but rank 3 differs from rank 0 (fingerprint 000000000000001b vs"},
+      {[](CallRecord& r) { r.origin.mask = "both ways", r.path = Path::ring; },
+       "use the same mask, but rank 3 differs from rank 0 (both ways vs causal, window 4)."},
+      {[](CallRecord& r) { r.origin.spans = 0xc; },
+       "hold the same spans, but rank 3 differs from rank 0 (fingerprint 000000000000000c vs"},
+      {[](CallRecord& r) { r.path = Path::ring; },
+       "use the same exchange, but rank 3 differs from rank 0 (ring vs halo)."},
       {[](CallRecord& r) { r.shape.q_heads = 4; },
        "(4 query heads, 2 KV heads, head_dim 128, value width 64 vs 8 query"},
       {[](CallRecord& r) { r.shape.kv_heads = 4; }, "(8 query heads, 4 KV heads,"},
@@ -94,7 +103,7 @@ TEST(Agreement, scales_that_differ_in_the_last_bit_differ) {
 TEST(Agreement, the_trouble_of_the_lowest_troubled_rank_is_thrown_everywhere_before_differences) {
   const auto messages = errors(4, ErrorKind::argument, [](Transport& transport) {
     CallRecord mine = record();
-    if (transport.rank() == 0) mine.fingerprint = 1;
+    if (transport.rank() == 0) mine.origin.documents = 1;
     if (transport.rank() >= 2) mine.trouble = fmt::format("[torch] rank {} has a bad q.", transport.rank());
     agree(transport, mine);
   });

@@ -89,7 +89,10 @@ struct Planned {
       : packing(Packing::from_ids(pack.ids, pack.batch, pack.rows)),
         layout(Layout::contiguous(pack.batch, pack.rows, world)),
         bands(packing, pack.mask),
-        problem{packing, layout, bands, packing.fingerprint()} {}
+        problem{packing,
+                layout,
+                bands,
+                {.documents = packing.fingerprint(), .layout = layout.fingerprint(), .mask = text(pack.mask)}} {}
   Planned(const Planned&) = delete;
   Planned& operator=(const Planned&) = delete;
 

@@ -419,7 +419,7 @@ class Laws : public testing::TestWithParam<Path> {
       const Packing packing = Packing::from_ids(w.ids, w.batch, w.rows);
       const Layout layout = Layout::contiguous(w.batch, w.rows, w.world);
       const Bands bands(packing, w.mask);
-      if (!why_not(GetParam(), Problem{packing, layout, bands, 0}).empty()) continue;
+      if (!why_not(GetParam(), Problem{packing, layout, bands, {}}).empty()) continue;
       ++played;
       check(Play(w, GetParam()), random);
     }

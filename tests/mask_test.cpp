@@ -28,6 +28,8 @@ TEST(CasesMask, KN_02_unbounded_has_one_meaning_and_nonsense_is_refused) {
   const Mask unbounded;
   EXPECT_EQ(windowed(kNone), unbounded);
   EXPECT_EQ(windowed(-1), unbounded);
+  EXPECT_EQ(windowed(-1, 0, true), unbounded);
+  EXPECT_EQ(windowed(kNone, 0, true), unbounded);
   for (const Mask& mask : {windowed(-1, 0, true), windowed(kNone, 0, true), windowed(8), windowed(80)}) {
     const Bands bands(packing, mask);
     EXPECT_EQ(bands.keys(1, {0, 5}), (Range{0, 5}));
@@ -38,6 +40,18 @@ TEST(CasesMask, KN_02_unbounded_has_one_meaning_and_nonsense_is_refused) {
   EXPECT_THAT(refusal([] { windowed(4, -3, true); }), HasSubstr("it is -3"));
   EXPECT_THAT(refusal([] { windowed(3, 2, true); }), HasSubstr("(3, 2)"));
   EXPECT_THAT(refusal([] { windowed(3, -1, true); }), HasSubstr("must be 0 under causal"));
+}
+
+TEST(CasesMask, VA_04_a_window_is_one_mask_however_it_is_written) {
+  for (int64_t w : {int64_t{1}, int64_t{4}, INT64_MAX}) {
+    EXPECT_EQ(windowed(w), windowed(w - 1, 0, true));
+    EXPECT_EQ(text(windowed(w)), text(windowed(w - 1, 0, true)));
+    EXPECT_EQ(windowed(w, false), windowed(w - 1, w - 1, false));
+  }
+  // Whatever was given fits beside the positions of a document.
+  const Band band = closed_form(windowed(INT64_MAX, INT64_MAX, false));
+  EXPECT_EQ(band.left, Band::kUnbounded);
+  EXPECT_EQ(band.right, Band::kUnbounded);
 }
 
 TEST(CasesMask, KN_05_a_window_longer_than_the_text_stays_causal) {

@@ -54,6 +54,11 @@ TEST(Packing, MalformedCumulativeLengthsAreRefused) {
   EXPECT_THAT(refusal([&] { cu({}); }), HasSubstr("it is empty"));
   EXPECT_THAT(refusal([&] { cu({1, 3}); }), HasSubstr("cu_seqlens[0] = 1"));
   EXPECT_THAT(refusal([&] { cu({0, 5, 3}); }), HasSubstr("cu_seqlens[2] = 3 follows 5"));
+  EXPECT_THAT(refusal([&] { cu({0, 5, INT64_MAX}); }), HasSubstr("cu_seqlens[2] = 9223372036854775807"));
+  EXPECT_THAT(refusal([] {
+                Packing::from_cu_seqlens(std::vector<int64_t>{0, 3, 8}, 7);
+              }),
+              HasSubstr("the last is 8 and rows = 7"));
 }
 
 TEST(Packing, PositionsStartDocumentsWhereTheyDoNotContinue) {
@@ -63,6 +68,7 @@ TEST(Packing, PositionsStartDocumentsWhereTheyDoNotContinue) {
   EXPECT_EQ(positions({0, 1, 2, 3, 0, 0, 0, 0, 1, 2, 3, 4}), from_ids({1, 1, 1, 1, 2, 3, 4, 5, 5, 5, 5, 5}));
   EXPECT_EQ(positions({5, 6, 7, 8}), from_ids({1, 1, 1, 1}));
   EXPECT_EQ(positions({2, 3, 4, 2, 3}), from_ids({1, 1, 1, 2, 2}));
+  EXPECT_EQ(positions({INT64_MAX - 1, INT64_MAX, 0}), from_ids({1, 1, 2}));
   const std::vector<int64_t> values = {0, 1, 2, 3, 4};
   const std::vector<uint8_t> padding = {0, 0, 1, 0, 0};
   EXPECT_EQ(Packing::from_positions(values, padding, 1, 5), from_ids({1, 1, 0, 2, 2}));

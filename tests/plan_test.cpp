@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <ctime>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "refusal.h"
@@ -60,6 +62,29 @@ TEST(Plan, FingerprintIsEqualOnAllRanksAndDiffersBetweenPlans) {
   EXPECT_NE(plan_of({6, 2}, 8, 2).fingerprint(), plan_of({5, 3}, 8, 2).fingerprint());
   EXPECT_NE(plan_of({6, 2}, 8, 2).fingerprint(), plan_of({6, 2}, 8, 2, windowed(3)).fingerprint());
   EXPECT_NE(plan_of({6, 2}, 8, 2).fingerprint(), plan_of({6, 2}, 8, 4).fingerprint());
+  EXPECT_NE(plan_of({6, 2}, 8, 2).fingerprint(),
+            Plan(Packing::from_lengths({{6, 2}}), asking_for(Path::ring, 2)).fingerprint());
+}
+
+TEST(Plan, TheOriginTellsWhatDiffers) {
+  const auto origin = [](std::vector<int64_t> lengths, const Mask& mask, int rank = 0) {
+    return plan_of(std::move(lengths), 8, 2, mask, rank).entry().schedule.origin;
+  };
+  Mask spans{.spans = {0, 1, 1, 0, 0, 0, 0, 0}}, others{.spans = {0, 0, 1, 1, 0, 0, 0, 0}};
+  const Origin first = origin({6, 2}, spans);
+  EXPECT_EQ(first, origin({6, 2}, spans, 1));
+  EXPECT_EQ(first.mask, "causal, spans (left)");
+  Origin changed = origin({5, 3}, spans);
+  EXPECT_NE(std::exchange(changed.documents, first.documents), first.documents);
+  EXPECT_EQ(changed, first);
+  changed = origin({6, 2}, others);
+  EXPECT_NE(std::exchange(changed.spans, first.spans), first.spans);
+  EXPECT_EQ(changed, first);
+  EXPECT_EQ(origin({6, 2}, windowed(3)).mask, "causal, window 3");
+  EXPECT_EQ(origin({6, 2}, windowed(3, 1, false)).mask, "both ways, window (3, 1)");
+  EXPECT_EQ(origin({6, 2}, windowed({}, 1, false)).mask, "both ways, window (-1, 1)");
+  EXPECT_EQ(origin({6, 2}, windowed(INT64_MAX, 0, true)).mask, "causal, window 9223372036854775808");
+  EXPECT_EQ(origin({6, 2}, Mask{}).spans, 0u);
 }
 
 TEST(Plan, SpansArePaddedWithTheRows) {
@@ -212,6 +237,29 @@ TEST(CasesPlan, PM_07_schedules_hold_a_block_for_each_document_of_the_rank_and_n
     for (const Step& step : plan.entry().schedule.forward) blocks += step.blocks.size();
     EXPECT_EQ(blocks, static_cast<size_t>(std::max<int64_t>(documents / 8, 1)));
   }
+}
+
+double seconds_to_plan(int64_t documents, int world) {
+  const std::vector<int64_t> lengths(documents, 131072 / documents);
+  const std::clock_t start = std::clock();  // of the processor's time, not of the machine's other work
+  plan_of(lengths, 131072, world, {}, world / 2);
+  return static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+}
+
+// How many times longer the second plan takes, measured side by side: the least of several, which other work on the
+// machine disturbs least.
+double least_ratio(std::pair<int64_t, int> documents_and_world, std::pair<int64_t, int> more) {
+  double least = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < 9; ++i) {
+    const double once = seconds_to_plan(documents_and_world.first, documents_and_world.second);
+    least = std::min(least, seconds_to_plan(more.first, more.second) / once);
+  }
+  return least;
+}
+
+TEST(CasesPlan, PM_07_planning_takes_time_by_documents_and_not_by_their_square_or_the_ranks) {
+  EXPECT_LT(least_ratio({2048, 8}, {16384, 8}), 20) << "of 8 times the documents; their square is 64 times";
+  EXPECT_LT(least_ratio({16384, 8}, {16384, 256}), 4) << "of 32 times the ranks";
 }
 
 }  // namespace

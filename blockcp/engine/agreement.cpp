@@ -8,16 +8,17 @@
 namespace blockcp {
 namespace {
 
-constexpr size_t kNameBytes = 48, kTroubleBytes = 1000;
+constexpr size_t kNameBytes = 48, kMaskBytes = 96, kTroubleBytes = 1000;
 
 // A CallRecord as it travels: of fixed size, all bytes set.
 struct Wire {
   int64_t call, batch, local_rows, q_heads, kv_heads, head_dim, value_dim;
-  uint64_t fingerprint;
+  uint64_t documents, layout, spans;
   double scale;
   uint32_t needs_grad;
-  uint8_t phase, dtype;
+  uint8_t phase, path, dtype;
   bool troubled, argument;
+  char mask[kMaskBytes];
   char kernel[kNameBytes];
   char trouble[kTroubleBytes];
 };
@@ -33,11 +34,15 @@ Wire wire_of(const CallRecord& record) {
   wire.kv_heads = record.shape.kv_heads;
   wire.head_dim = record.shape.head_dim;
   wire.value_dim = record.shape.value_dim;
-  wire.fingerprint = record.fingerprint;
+  wire.documents = record.origin.documents;
+  wire.layout = record.origin.layout;
+  wire.spans = record.origin.spans;
   wire.scale = record.scale;
   wire.needs_grad = record.needs_grad;
   wire.phase = static_cast<uint8_t>(record.phase);
+  wire.path = static_cast<uint8_t>(record.path);
   wire.dtype = static_cast<uint8_t>(record.shape.dtype);
+  put(wire.mask, record.origin.mask);
   put(wire.kernel, record.kernel);
   put_trouble(wire, record.trouble, record.trouble_is_argument);
   return wire;
@@ -59,6 +64,8 @@ std::string shape_text(const Wire& w) {
                      w.value_dim);
 }
 
+std::string fingerprint_text(uint64_t value) { return fmt::format("fingerprint {:016x}", value); }
+
 std::string grads_text(const Wire& w) {
   std::string text;
   for (int i = 0; i < 3; ++i)
@@ -74,8 +81,15 @@ const Field<Wire> kFields[] = {
        return std::string(w.phase == static_cast<uint8_t>(Phase::forward) ? "forward" : "backward");
      },
      "Does one rank recompute, or not run its backward?"},
-    {"hold the same documents", [](const Wire& w) { return fmt::format("fingerprint {:016x}", w.fingerprint); },
-     "Broadcast doc_ids before planning, and give the same masks and exchange."},
+    {"hold the same documents", [](const Wire& w) { return fingerprint_text(w.documents); },
+     "Broadcast doc_ids before planning."},
+    {"cut the rows alike", [](const Wire& w) { return fingerprint_text(w.layout); }, "Plan with the same layout."},
+    {"use the same mask", [](const Wire& w) { return std::string(w.mask); },
+     "Plan with the same masks, and name the same one in the call."},
+    {"hold the same spans", [](const Wire& w) { return fingerprint_text(w.spans); },
+     "Broadcast the span ids before planning."},
+    {"use the same exchange", [](const Wire& w) { return std::string(name(static_cast<Path>(w.path))); },
+     "Plan with the same exchange."},
     {"pass tensors of the same shape", shape_text, "Check how q, k and v are made."},
     {"pass the same dtype", [](const Wire& w) { return std::string(name(static_cast<DType>(w.dtype))); },
      "Check autocast and the types of the weights."},

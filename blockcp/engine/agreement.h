@@ -7,6 +7,7 @@
 #include <string>
 
 #include "blockcp/kernels/attention.h"
+#include "blockcp/schedule/schedule.h"
 #include "blockcp/transport/transport.h"
 
 namespace blockcp {
@@ -18,7 +19,8 @@ enum class Phase : uint8_t { forward, backward };
 struct CallRecord {
   int64_t call = 0;  // counts the calls of a group
   Phase phase = Phase::forward;
-  uint64_t fingerprint = 0;  // of the schedule
+  Origin origin;
+  Path path = Path::allgather;
   AttentionShape shape;
   int64_t batch = 0, local_rows = 0;
   double scale = 0;

@@ -34,7 +34,8 @@ void check(const Call& call) {
 CallRecord record_of(const Call& call, Phase phase) {
   return {.call = call.number,
           .phase = phase,
-          .fingerprint = call.schedule.fingerprint,
+          .origin = call.schedule.origin,
+          .path = call.schedule.path,
           .shape = call.shape,
           .batch = call.batch,
           .local_rows = call.local_rows,

@@ -1,9 +1,10 @@
-#include <nlohmann/json.hpp>
+#include <fmt/format.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "blockcp/base/error.h"
+#include "blockcp/base/text.h"
 #include "blockcp/plan/plan.h"
 
 namespace blockcp {
@@ -39,20 +40,6 @@ PathReport report(const Problem& problem, Path path) {
   return report;
 }
 
-std::string window_text(const Mask& mask) {
-  std::string text = mask.causal ? "causal" : "both ways";
-  if (mask.causal && mask.left) text += fmt::format(", window {}", *mask.left + 1);
-  if (!mask.causal && (mask.left || mask.right)) {
-    text += fmt::format(", window ({}, {})", mask.left ? std::to_string(*mask.left) : "-1",
-                        mask.right ? std::to_string(*mask.right) : "-1");
-  }
-  if (!mask.spans.empty()) {
-    constexpr const char* rules[] = {"left", "both", "none"};
-    text += fmt::format(", spans ({})", rules[static_cast<int>(mask.span_window)]);
-  }
-  return text;
-}
-
 std::string bytes_text(int64_t bytes) {
   const double kib = static_cast<double>(bytes) / 1024;
   if (bytes < 1024) return fmt::format("{} B", bytes);
@@ -84,7 +71,8 @@ std::string rank_rows(const PathReport& report, const std::vector<int64_t>& work
     text += fmt::format("    {:>6} {:>14} {:>14} {:>10.2f}\n", rank, report.ranks[rank].forward_received, work[rank],
                         mean > 0 ? static_cast<double>(work[rank]) / mean : 1.0);
   }
-  if (work.size() > kShown) text += fmt::format("    ... {} more ranks\n", work.size() - kShown);
+  if (work.size() > kShown)
+    text += fmt::format("    ... {}\n", counted(std::ssize(work) - static_cast<int64_t>(kShown), "more rank"));
   return text;
 }
 
@@ -114,18 +102,20 @@ Json kv_json(const KvPlan& kv) {
 
 std::string explain(const Plan& plan, const Shape& shape) {
   const Packing& packing = plan.packing();
+  check_countable(shape, packing.batch() * packing.rows());
   std::string text =
-      fmt::format("{} documents in {} x {} rows ({} real, {} padding), {} ranks of {} rows, contiguous layout\n",
-                  packing.documents().size(), packing.batch(), packing.rows(), packing.real_rows(),
-                  packing.batch() * packing.rows() - packing.real_rows(), plan.world(), plan.local_rows());
-  text += fmt::format("bytes for {} KV heads, width {} + {}, {}\n", shape.kv_heads, shape.head_dim, shape.value_dim,
-                      name(shape.dtype));
+      fmt::format("{} in {} x {} ({} real, {} padding), {} of {}, contiguous layout\n",
+                  counted(std::ssize(packing.documents()), "document"), packing.batch(), counted(packing.rows(), "row"),
+                  packing.real_rows(), packing.batch() * packing.rows() - packing.real_rows(),
+                  counted(plan.world(), "rank"), counted(plan.local_rows(), "row"));
+  text += fmt::format("bytes for {}, width {} + {}, {}\n", counted(shape.kv_heads, "KV head"), shape.head_dim,
+                      shape.value_dim, name(shape.dtype));
   for (const auto& entry : plan.entries()) {
     const Problem problem = plan.problem(*entry);
     const std::vector<int64_t> pairs = work(problem);
-    text += fmt::format("\nmask '{}' ({}): {}, {}\n", entry->name, window_text(entry->mask), name(entry->choice.path),
+    text += fmt::format("\nmask '{}' ({}): {}, {}\n", entry->name, entry->origin.mask, name(entry->choice.path),
                         entry->choice.reason);
-    text += fmt::format("  {} visible pairs, work max/mean {:.3f}\n", sum(pairs), balance(pairs));
+    text += fmt::format("  {}, work max/mean {:.3f}\n", counted(sum(pairs), "visible pair"), balance(pairs));
     text += fmt::format("    {:<10} {:>5} {:>12} {:>12} {:>12} {:>11} {:>11} {:>11}\n", "path", "steps", "rows fwd",
                         "most on one", "rows bwd", "fwd bytes", "bwd bytes", "scratch");
     for (Path path : kPaths) {
@@ -143,6 +133,7 @@ std::string explain(const Plan& plan, const Shape& shape) {
 
 std::string explain_json(const Plan& plan, const Shape& shape) {
   const Packing& packing = plan.packing();
+  check_countable(shape, packing.batch() * packing.rows());
   Json json = {{"batch", packing.batch()},
                {"rows", packing.rows()},
                {"given_rows", plan.given_rows()},
@@ -164,7 +155,7 @@ std::string explain_json(const Plan& plan, const Shape& shape) {
     const std::vector<int64_t> pairs = work(problem);
     Json mask = {{"path", name(entry->choice.path)},
                  {"reason", entry->choice.reason},
-                 {"mask", window_text(entry->mask)},
+                 {"mask", entry->origin.mask},
                  {"visible_pairs", sum(pairs)},
                  {"work", pairs},
                  {"balance", balance(pairs)}};

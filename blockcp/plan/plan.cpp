@@ -27,12 +27,10 @@ Mask padded(Mask mask, int64_t given_rows, const Packing& packing) {
   return mask;
 }
 
-uint64_t fingerprint_of(const Packing& packing, const Layout& layout, const Mask& mask) {
+uint64_t fingerprint_of(const std::vector<int64_t>& spans) {
+  if (spans.empty()) return 0;
   Hash hash;
-  hash.add(packing.fingerprint()).add(layout.fingerprint());
-  hash.add(mask.causal).add(mask.left.value_or(-1)).add(mask.right.value_or(-1)).add(mask.span_window);
-  hash.add(mask.spans.size());
-  for (int64_t id : mask.spans) hash.add(id);
+  for (int64_t id : spans) hash.add(id);
   return hash.value();
 }
 
@@ -56,18 +54,20 @@ Plan::Plan(Packing packing, const PlanOptions& options)
     check_argument(options.masks.contains(name), "[plan] exchange must name masks of the plan ({}), but it names '{}'.",
                    names(options.masks), name);
   }
+  const uint64_t documents = packing_.fingerprint();
   Hash all;
+  all.add(documents).add(layout_.fingerprint());
   for (const auto& [name, given] : options.masks) {
     Mask mask = padded(given, given_rows_, packing_);
     Bands bands(packing_, mask);
-    const uint64_t fingerprint = fingerprint_of(packing_, layout_, mask);
-    const Problem problem{packing_, layout_, bands, fingerprint};
+    const Origin origin{documents, layout_.fingerprint(), fingerprint_of(mask.spans), text(mask)};
+    const Problem problem{packing_, layout_, bands, origin};
     const auto wanted = options.exchange.find(name);
     const Choice choice = wanted == options.exchange.end() ? choose(problem) : Choice{wanted->second, "asked for"};
     Schedule schedule = build_schedule(problem, choice.path, rank_);
-    all.add(std::string_view(name)).add(schedule.fingerprint);
-    entries_.push_back(std::make_unique<Entry>(
-        Entry{name, std::move(mask), std::move(bands), fingerprint, choice, std::move(schedule)}));
+    all.add(std::string_view(name)).add(std::string_view(origin.mask)).add(origin.spans).add(choice.path);
+    entries_.push_back(
+        std::make_unique<Entry>(Entry{name, std::move(mask), std::move(bands), origin, choice, std::move(schedule)}));
   }
   fingerprint_ = all.value();
 }
@@ -89,6 +89,6 @@ const Plan::Entry& Plan::entry(const std::string& name) const {
       name, declared, name);
 }
 
-Problem Plan::problem(const Entry& entry) const { return {packing_, layout_, entry.bands, entry.fingerprint}; }
+Problem Plan::problem(const Entry& entry) const { return {packing_, layout_, entry.bands, entry.origin}; }
 
 }  // namespace blockcp

@@ -40,7 +40,7 @@ class Plan {
     std::string name;
     Mask mask;
     Bands bands;
-    uint64_t fingerprint;  // of packing, layout and mask
+    Origin origin;
     Choice choice;
     Schedule schedule;  // this rank's
   };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "blockcp/base/error.h"
+#include "blockcp/base/text.h"
 #include "blockcp/schedule/frame.h"
 
 namespace blockcp {
@@ -38,6 +40,13 @@ int64_t forward_bytes_received(const RankCost& cost, const Shape& shape) {
 
 int64_t backward_bytes_received(const RankCost& cost, const Shape& shape) {
   return cost.backward_received * shape.kv_row_bytes() + cost.gradient_received * shape.dkv_row_bytes();
+}
+
+void check_countable(const Shape& shape, int64_t rows) {
+  const auto row = static_cast<double>(shape.q_heads) * static_cast<double>(shape.head_dim + shape.value_dim);
+  const double bytes = row * static_cast<double>(rows) * 8 * 4;  // of doubles, some of which move up to four times
+  check_argument(bytes < 0x1p62, "[plan] bytes must fit into 64 bits, but {} of {}, width {} + {}, are too many.",
+                 counted(rows, "row"), counted(shape.q_heads, "head"), shape.head_dim, shape.value_dim);
 }
 
 std::vector<int64_t> work(const Problem& problem) {

@@ -33,6 +33,9 @@ RankCost cost(const Problem& problem, const Schedule& schedule);
 int64_t forward_bytes_received(const RankCost& cost, const Shape& shape);
 int64_t backward_bytes_received(const RankCost& cost, const Shape& shape);
 
+// Throws Error(argument) where the bytes of so many rows cannot be counted in 64 bits.
+void check_countable(const Shape& shape, int64_t rows);
+
 // Visible pairs of each rank.
 std::vector<int64_t> work(const Problem& problem);
 // Largest over mean; 1 where there is no work.

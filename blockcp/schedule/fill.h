@@ -15,7 +15,7 @@ struct Problem {
   const Packing& packing;
   const Layout& layout;
   const Bands& bands;
-  uint64_t fingerprint;  // of the above
+  Origin origin;  // of the above
 };
 
 // Whether some rank needs rows that another holds; equal on all ranks.

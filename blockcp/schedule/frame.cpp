@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "blockcp/base/hash.h"
-
 namespace blockcp {
 
 std::vector<Query> queries_of(const Problem& problem, int rank) {
@@ -47,7 +45,7 @@ Frame::Frame(const Problem& of, Path path, int self) : problem(of), rank(self), 
   schedule.rank = rank;
   schedule.world = problem.layout.world();
   schedule.path = path;
-  schedule.fingerprint = Hash().add(problem.fingerprint).add(path).value();
+  schedule.origin = problem.origin;
   for (Role role : {Role::q, Role::kv, Role::out, Role::dout, Role::dq, Role::dkv})
     schedule.buffers.push_back({role, rows, true});
 

@@ -2,6 +2,7 @@
 // other pair of ranks has anything to exchange.
 #include <fmt/format.h>
 
+#include "blockcp/base/text.h"
 #include "blockcp/schedule/deliver.h"
 
 namespace blockcp {
@@ -17,8 +18,8 @@ std::string halo_why_not(const Problem& problem) {
       const Range q = {held.rows.begin - document.rows.begin, held.rows.end - document.rows.begin};
       const Range keys = problem.bands.keys(i, q);
       if (keys.end > q.end) {
-        return fmt::format("rank {} needs {} rows of sequence {} from its right", held.rank, keys.end - q.end,
-                           held.batch);
+        return fmt::format("rank {} needs {} of sequence {} from its right", held.rank,
+                           counted(keys.end - q.end, "row"), held.batch);
       }
       if (q.begin - keys.begin > longest) {
         worst = held;
@@ -27,8 +28,8 @@ std::string halo_why_not(const Problem& problem) {
     }
   }
   if (longest == problem.layout.local_rows()) return "";
-  return fmt::format("rank {} needs {} rows of sequence {} from its left, more than the {} that its neighbour holds",
-                     worst.rank, longest, worst.batch, problem.layout.local_rows());
+  return fmt::format("rank {} needs {} of sequence {} from its left, more than the {} that its neighbour holds",
+                     worst.rank, counted(longest, "row"), worst.batch, problem.layout.local_rows());
 }
 
 Schedule fill_halo(const Problem& problem, int rank) { return deliver_needed(problem, Path::halo, rank); }

@@ -2,15 +2,16 @@
 
 #include "blockcp/base/error.h"
 #include "blockcp/base/hash.h"
+#include "blockcp/base/text.h"
 
 namespace blockcp {
 
 Layout Layout::contiguous(int64_t batch, int64_t rows, int world) {
   check_argument(world >= 1, "[plan] the world must have at least 1 rank, but it has {}.", world);
   check_argument(rows % world == 0,
-                 "[plan] the world must divide the rows, but {} rows on {} ranks leave {}. Pass pad=True to add "
-                 "padding at the end.",
-                 rows, world, rows % world);
+                 "[plan] the world must divide the rows, but {} on {} leave {}. Pass pad=True to add padding at "
+                 "the end.",
+                 counted(rows, "row"), counted(world, "rank"), rows % world);
   Layout layout;
   layout.world_ = world;
   layout.batch_ = batch;

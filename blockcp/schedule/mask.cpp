@@ -59,7 +59,19 @@ Mask windowed(std::optional<int64_t> left, std::optional<int64_t> right, bool ca
                  "[mask] the right side of a window must be 0 under causal, but the window is ({}, {}). Only "
                  "a mask that is not causal looks ahead.",
                  left.value_or(-1), right.value_or(-1));
+  if (causal) mask.right.reset();  // as where the window is an integer: one mask, however it is written
   return mask;
+}
+
+std::string text(const Mask& mask) {
+  std::string text = mask.causal ? "causal" : "both ways";
+  // The row itself is a key too; the sum fits unsigned.
+  if (mask.causal && mask.left) text += fmt::format(", window {}", static_cast<uint64_t>(*mask.left) + 1);
+  if (!mask.causal && (mask.left || mask.right))
+    text += fmt::format(", window ({}, {})", mask.left.value_or(-1), mask.right.value_or(-1));
+  constexpr const char* rules[] = {"left", "both", "none"};
+  if (!mask.spans.empty()) text += fmt::format(", spans ({})", rules[static_cast<int>(mask.span_window)]);
+  return text;
 }
 
 Band closed_form(const Mask& mask) {

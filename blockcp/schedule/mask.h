@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "blockcp/base/band.h"
@@ -33,6 +34,9 @@ struct Mask {
 // -1 is unbounded, and right must be 0 under causal. Anything else throws Error(argument).
 Mask windowed(std::optional<int64_t> w, bool causal = true);
 Mask windowed(std::optional<int64_t> left, std::optional<int64_t> right, bool causal);
+
+// "causal, window 4", "both ways, window (3, -1), spans (left)".
+std::string text(const Mask& mask);
 
 // The band of rows without spans. Throws Error(argument) for sides that make no sense.
 Band closed_form(const Mask& mask);

@@ -4,6 +4,7 @@
 
 #include "blockcp/base/error.h"
 #include "blockcp/base/hash.h"
+#include "blockcp/base/text.h"
 #include "blockcp/schedule/runs.h"
 
 namespace blockcp {
@@ -40,13 +41,12 @@ Packing Packing::from_lengths(const std::vector<std::vector<int64_t>>& lengths, 
     for (size_t i = 0; i < lengths[b].size(); ++i) {
       const int64_t length = lengths[b][i];
       check_argument(length >= 0,
-                     "[plan] document lengths must not be negative, but lengths[{}] of sequence {} is {} ({} "
-                     "documents). Check the collator.",
-                     i, b, length, lengths[b].size());
-      check_argument(
-          length <= kMostRows - row,
-          "[plan] a sequence must have fewer than 2^31 rows, but lengths[{}] of sequence {} is {} after {} rows.", i, b,
-          length, row);
+                     "[plan] document lengths must not be negative, but lengths[{}] of sequence {} is {} ({}). Check "
+                     "the collator.",
+                     i, b, length, counted(std::ssize(lengths[b]), "document"));
+      check_argument(length <= kMostRows - row,
+                     "[plan] a sequence must have fewer than 2^31 rows, but lengths[{}] of sequence {} is {} after {}.",
+                     i, b, length, counted(row, "row"));
       if (length > 0) documents.push_back({static_cast<int64_t>(b), {row, row + length}});
       row += length;
     }
@@ -62,8 +62,13 @@ Packing Packing::from_lengths(const std::vector<std::vector<int64_t>>& lengths, 
 Packing Packing::from_cu_seqlens(std::span<const int64_t> cu_seqlens, int64_t rows) {
   check_argument(!cu_seqlens.empty() && cu_seqlens[0] == 0, "[plan] cu_seqlens must start at 0, but {}.",
                  cu_seqlens.empty() ? "it is empty" : fmt::format("cu_seqlens[0] = {}", cu_seqlens[0]));
+  check_argument(rows < 0 || cu_seqlens.back() <= rows,
+                 "[plan] cu_seqlens must end inside the sequence, but the last is {} and rows = {}.", cu_seqlens.back(),
+                 rows);
   std::vector<int64_t> lengths;
   for (size_t i = 1; i < cu_seqlens.size(); ++i) {
+    check_argument(cu_seqlens[i] <= kMostRows,
+                   "[plan] a sequence must have fewer than 2^31 rows, but cu_seqlens[{}] = {}.", i, cu_seqlens[i]);
     check_argument(cu_seqlens[i] >= cu_seqlens[i - 1],
                    "[plan] cu_seqlens must not decrease, but cu_seqlens[{}] = {} follows {}.", i, cu_seqlens[i],
                    cu_seqlens[i - 1]);
@@ -84,7 +89,7 @@ Packing Packing::from_positions(std::span<const int64_t> positions, std::span<co
       check_argument(positions[at] >= 0, "[plan] position ids must not be negative, but row {} of sequence {} has {}.",
                      i, b, positions[at]);
       const bool real = padding.empty() || padding[at] == 0;
-      if (real && open && positions[at] == positions[at - 1] + 1) {
+      if (real && open && positions[at] - 1 == positions[at - 1]) {  // + 1 might overflow
         documents.back().rows.end = i + 1;
       } else if (real) {
         documents.push_back({b, {i, i + 1}});
@@ -96,7 +101,10 @@ Packing Packing::from_positions(std::span<const int64_t> positions, std::span<co
 }
 
 Packing Packing::padded(int64_t rows) const {
-  check_argument(rows >= rows_, "[plan] padding can only add rows, but {} rows were to become {}.", rows_, rows);
+  check_argument(rows >= rows_, "[plan] padding can only add rows, but {} were to become {}.", counted(rows_, "row"),
+                 rows);
+  check_argument(rows <= kMostRows, "[plan] a sequence must have fewer than 2^31 rows, but padding makes {} of its {}.",
+                 rows, rows_);
   return {batch_, rows, documents_};
 }
 

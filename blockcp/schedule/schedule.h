@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -82,10 +83,18 @@ struct Step {
   std::vector<Block> blocks;
 };
 
+// What a plan is made from, part by part: equal on all ranks that mean the same, and short enough to be compared in
+// each call.
+struct Origin {
+  uint64_t documents = 0, layout = 0, spans = 0;  // fingerprints; 0 where there are no spans
+  std::string mask;                               // in words, as text() has it
+  friend bool operator==(const Origin&, const Origin&) = default;
+};
+
 struct Schedule {
   int rank = 0, world = 1;
   Path path = Path::allgather;
-  uint64_t fingerprint = 0;  // of packing, layout, mask and path: equal on all ranks
+  Origin origin;
   std::vector<Buffer> buffers;
   std::vector<Band> bands;
   std::vector<Piece> idle;  // rows of kQ that see no key: padding
