@@ -60,7 +60,8 @@ std::vector<Segment> segments_of(const Plan& plan, int64_t rank) {
 }
 
 void check_rank(const Plan& plan, int64_t rank) {
-  check_argument(rank >= -1 && rank < plan.world(), "[plan] rank must be one of {}, but it is {}.", plan.world(), rank);
+  check_argument(rank >= -1 && rank < plan.world(), "[plan] rank must be in [0, {}), but it is {}.", plan.world(),
+                 rank);
 }
 
 // Per row its document, counted from 1 in its sequence (0: padding), and its position in it.
@@ -120,7 +121,7 @@ at::Tensor plan_visible(const at::Tensor& handle, std::string mask, int64_t rank
 std::string plan_kv(const at::Tensor& handle, std::string mask, int64_t batch) {
   return translated([&] {
     const auto plan = find_plan(handle);
-    check_argument(batch >= 0 && batch < plan->packing().batch(), "[plan] batch must be below {}, but it is {}.",
+    check_argument(batch >= 0 && batch < plan->packing().batch(), "[plan] batch must be in [0, {}), but it is {}.",
                    plan->packing().batch(), batch);
     const KvPlan kv = kv_plan(*plan, plan->entry(mask), batch);
     return Json{{"recv", kv.recv},       {"send", kv.send},         {"nreal", kv.nreal},
@@ -140,7 +141,7 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::Tensor> plan_needed_s
                                                                                       std::string mask, int64_t rank) {
   return translated([&] {
     const auto plan = find_plan(handle);
-    check_argument(rank >= 0 && rank < plan->world(), "[plan] rank must be one of {}, but it is {}.", plan->world(),
+    check_argument(rank >= 0 && rank < plan->world(), "[plan] rank must be in [0, {}), but it is {}.", plan->world(),
                    rank);
     const NeededSplits splits = needed_splits(*plan, plan->entry(mask), static_cast<int>(rank));
     at::Tensor index = at::empty({static_cast<int64_t>(splits.send_index.size())}, at::kLong);

@@ -103,7 +103,7 @@ class Request {
     const auto [batch, rows] = sizes_of(positions, "position_ids");
     if (!json_.contains("padding")) return Packing::from_positions(span_of(positions), {}, batch, rows);
     const at::Tensor given = tensor(json_.at("padding"));
-    check_argument(given.numel() == positions.numel(),
+    check_argument(given.sizes() == positions.sizes(),
                    "[plan] padding_mask must have the shape of position_ids, {}, but it is {}.",
                    text(positions.sizes()), text(given.sizes()));
     const at::Tensor padding = integers(given, "padding_mask").ne(0).to(at::kByte);

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from blockcp._library import ops
-from blockcp.arguments import check_tensors, seen, trouble_of
+from blockcp.arguments import as_int, check_tensors, seen, trouble_of
 from blockcp.groups import group_name, rank_and_size
-from blockcp.mask import as_int
 
 # Which local rows are sent, how many to every rank, and how many come from every rank.
 Moves = tuple[torch.Tensor, list[int], list[int]]

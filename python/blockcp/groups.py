@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from blockcp.arguments import seen
+
 
 def group_name(group: Any, world_size: int | None = None) -> str:
     """The name under which torch knows ``group``.
@@ -43,17 +45,32 @@ def rank_and_size(group: Any, mesh: Any) -> tuple[int, int]:
     if mesh is not None:
         if group is not None:
             raise ValueError("[plan] group= or mesh= must be given, but both are. Leave one out.")
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"[plan] mesh must have one dimension, but it has {mesh.ndim} {mesh.mesh_dim_names}. Take the "
-                'context-parallel one: mesh["cp"].'
-            )
-        group = mesh.get_group()
-    if isinstance(group, str):
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        group = _resolve_process_group(group)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+        group = _group_of(mesh)
+    try:
+        found = _named_group(group) if isinstance(group, str) else group
+        rank, world = dist.get_rank(found), dist.get_world_size(found)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        hint = "" if dist.is_initialized() else " Call torch.distributed.init_process_group() first."
+        raise ValueError(
+            f"[plan] group must be a process group of this process or its name, but it is {seen(group)}.{hint}"
+        ) from None
     if rank < 0:
         raise ValueError("[plan] group must be one that this rank is in, but it is not. Give its rank and world_size.")
     return rank, world
+
+
+def _named_group(name: str) -> Any:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def _group_of(mesh: Any) -> Any:
+    if not hasattr(mesh, "ndim") or not hasattr(mesh, "get_group"):
+        raise ValueError(f"[plan] mesh must be a DeviceMesh, but it is {seen(mesh)}.")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"[plan] mesh must have one dimension, but it has {mesh.ndim} {mesh.mesh_dim_names}. Take the "
+            'context-parallel one: mesh["cp"].'
+        )
+    return mesh.get_group()

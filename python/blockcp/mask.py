@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from blockcp.arguments import as_int, as_integers, seen
 
 SPAN_RULES = ("left", "both", "none")
-
-
-def as_int(value: Any, what: str) -> int:
-    """An int from a Python int, a numpy integer or a 0-dim integer tensor; anything else is a ValueError."""
-    if isinstance(value, torch.Tensor) and (value.dim() or value.is_floating_point() or value.dtype == torch.bool):
-        raise ValueError(
-            f"{what} must be an integer, but it is a tensor of {value.dtype} and shape {list(value.shape)}."
-        )
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value.item() if isinstance(value, torch.Tensor) else value)
-        except TypeError:
-            pass
-    raise ValueError(f"{what} must be an integer, but it is {value!r}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +19,8 @@ class Mask:
         window: ``None`` or -1 is unbounded; an integer w counts keys, the row itself included; a pair ``(left, right)``
             counts as flash-attention does, without the row itself, and -1 or None is unbounded; ``right`` must be 0
             under ``causal``.
-        spans: integer ids, ``[S]`` or ``[B, S]``, 0 is none. Rows of one span see each other both ways, inside their
-            document. A span is one contiguous run.
+        spans: ids, ``[S]`` or ``[B, S]``, given as ``doc_ids`` of :func:`blockcp.plan` may be; 0 is none. Rows of one
+            span see each other both ways, inside their document. A span is one contiguous run.
         span_window: ``"left"``: (causal or same span) and not further back than the window; ``"both"``: and not further
             ahead either; ``"none"``: a span is not cut by the window.
 
@@ -48,13 +33,13 @@ class Mask:
     span_window: str = "left"
 
     def __post_init__(self) -> None:
-        if self.span_window not in SPAN_RULES:
-            raise ValueError(f"[plan] span_window must be one of {SPAN_RULES}, but it is {self.span_window!r}.")
+        if not isinstance(self.span_window, str) or self.span_window not in SPAN_RULES:
+            raise ValueError(f"[mask] span_window must be one of {SPAN_RULES}, but it is {seen(self.span_window)}.")
         if not isinstance(self.causal, bool):
-            raise ValueError(f"[plan] causal must be True or False, but it is {self.causal!r}.")
+            raise ValueError(f"[mask] causal must be True or False, but it is {seen(self.causal)}.")
         object.__setattr__(self, "window", self._normalized(self.window))
         if self.spans is not None:
-            object.__setattr__(self, "spans", torch.as_tensor(self.spans).detach().clone())
+            object.__setattr__(self, "spans", as_integers(self.spans, "[mask] spans"))
 
     @staticmethod
     def _normalized(window: Any) -> int | tuple[int | None, int | None] | None:
@@ -62,7 +47,7 @@ class Mask:
             return None
         if isinstance(window, (tuple, list)):
             if len(window) != 2:
-                raise ValueError(f"[plan] window must be a number or a pair (left, right), but it is {window!r}.")
-            left, right = (None if side is None else as_int(side, "[plan] a side of window") for side in window)
+                raise ValueError(f"[mask] window must be a number or a pair (left, right), but it is {seen(window)}.")
+            left, right = (None if side is None else as_int(side, "[mask] a side of window") for side in window)
             return left, right
-        return as_int(window, "[plan] window")
+        return as_int(window, "[mask] window")

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from blockcp._library import ops
+from blockcp.arguments import as_int, as_integers, is_number, seen
 from blockcp.groups import rank_and_size
-from blockcp.mask import Mask, as_int
+from blockcp.mask import Mask
 
+EXCHANGES = ("auto", "allgather", "halo", "a2a", "ring")
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -83,7 +85,7 @@ class Plan:
 
     def visible(self, mask: str | None = None) -> torch.Tensor:
         """``[B, L, S]`` bool: which rows of the whole sequence each local row sees. Large; for checks."""
-        return ops.plan_visible(self.handle, mask or "", self.rank)
+        return ops.plan_visible(self.handle, _mask_name(mask), self.rank)
 
     def kv(self, mask: str | None = None, batch: int = 0) -> dict[str, Any]:
         """Per-rank lists ``recv, send, nreal, s_first, real_end`` of one sequence, and ``use_halo``.
@@ -91,11 +93,11 @@ class Plan:
         ``recv``: rows needed from ranks before this one; ``send``: what the next rank needs from before it; ``nreal``:
         rows that are not padding; ``[s_first, real_end)``: the rows of the sequence that the rank needs.
         """
-        return json.loads(ops.plan_kv(self.handle, mask or "", batch))
+        return json.loads(ops.plan_kv(self.handle, _mask_name(mask), as_int(batch, "[plan] batch")))
 
     def split_matrix(self, mask: str | None = None) -> list[list[int]]:
         """``matrix[s][r]``: rows held by rank s that rank r needs; the diagonal is what r holds and uses."""
-        return json.loads(ops.plan_split_matrix(self.handle, mask or ""))
+        return json.loads(ops.plan_split_matrix(self.handle, _mask_name(mask)))
 
     def needed_splits(self, mask: str | None = None, rank: int | None = None) -> NeededSplits:
         """Splits and gather index with which ``blockcp.exchange.needed_rows`` delivers what each rank needs.
@@ -103,7 +105,8 @@ class Plan:
         The index counts the local rows of all sequences, ``b * local_rows + row``: ``x`` of ``[B, H, L, D]`` goes in
         as ``x.transpose(1, 2).flatten(0, 1)``, with ``dim=0``.
         """
-        splits = ops.plan_needed_splits(self.handle, mask or "", self.rank if rank is None else rank)
+        rank = self.rank if rank is None else _bounded(rank, "[plan] rank", 0)
+        splits = ops.plan_needed_splits(self.handle, _mask_name(mask), rank)
         return NeededSplits(list(splits[0]), list(splits[1]), splits[2])
 
     def explain(self, **shape: Any) -> str:
@@ -150,7 +153,8 @@ def plan(
 ) -> Plan:
     """Plans the attention of one batch. Pure: needs no group, and equal inputs give equal plans on every rank.
 
-    The documents come in exactly one of four ways; tensors of any integer type and device, numpy arrays and lists:
+    The documents come in exactly one of four ways; tensors of any integer type and device, arrays, and lists of
+    integers, tensors or arrays:
 
     Args:
         doc_ids: ``[S]`` or ``[B, S]``: equal neighbours are one document, 0 is padding. bool: True rows are one.
@@ -169,9 +173,9 @@ def plan(
     Raises:
         ValueError: for anything above that cannot be meant, naming the row and the values.
     """
-    if layout != "contiguous":
+    if not isinstance(layout, str) or layout != "contiguous":
         hint = " The balanced layout does not exist yet." if layout == "balanced" else ""
-        raise ValueError(f'[plan] layout must be "contiguous", but it is {layout!r}.{hint}')
+        raise ValueError(f'[plan] layout must be "contiguous", but it is {seen(layout)}.{hint}')
     given = {"doc_ids": doc_ids, "lengths": lengths, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
@@ -184,20 +188,19 @@ def plan(
     if rows is not None and names[0] not in ("lengths", "cu_seqlens"):
         raise ValueError(f"[plan] rows must come with lengths or cu_seqlens, but {names[0]} was given.")
     if not isinstance(pad, bool):
-        raise ValueError(f"[plan] pad must be True or False, but it is {pad!r}.")
-    if not isinstance(exchange, (str, Mapping)):
-        raise ValueError(f"[plan] exchange must be a path's name or {{mask: path}}, but it is {exchange!r}.")
+        raise ValueError(f"[plan] pad must be True or False, but it is {seen(pad)}.")
     rank, world_size = _place(rank, world_size, group, mesh)
+    masks = _named(masks)
     return Plan(
         {
             "source": names[0],
-            "documents": _kept(names[0], given[names[0]]),
-            "padding_mask": _kept("padding_mask", padding_mask),
+            "documents": _documents(names[0], given[names[0]]),
+            "padding_mask": None if padding_mask is None else as_integers(padding_mask, "[plan] padding_mask"),
             "rows": -1 if rows is None else _bounded(rows, "[plan] rows", 0),
             "world_size": world_size,
             "rank": rank,
-            "masks": _named(masks),
-            "exchange": dict(exchange) if isinstance(exchange, Mapping) else exchange,
+            "masks": masks,
+            "exchange": _paths(exchange, masks),
             "pad": pad,
         }
     )
@@ -212,8 +215,11 @@ def _place(rank: int | None, world_size: int | None, group: Any, mesh: Any) -> t
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
         return rank_and_size(None, None) if initialized else (0, 1)
     if world_size is None or (rank is None and as_int(world_size, "[plan] world_size") != 1):
-        raise ValueError(f"[plan] world_size and rank must both be given, but they are {world_size} and {rank}.")
-    return _bounded(rank or 0, "[plan] rank", 0), _bounded(world_size, "[plan] world_size", 1)
+        raise ValueError(
+            f"[plan] world_size and rank must both be given, but they are {seen(world_size)} and {seen(rank)}."
+        )
+    rank = 0 if rank is None else _bounded(rank, "[plan] rank", 0)
+    return rank, _bounded(world_size, "[plan] world_size", 1)
 
 
 def _bounded(value: Any, what: str, least: int) -> int:
@@ -223,21 +229,34 @@ def _bounded(value: Any, what: str, least: int) -> int:
     return number
 
 
-def _kept(name: str, value: Any) -> Any:
-    """A copy that later changes of the caller's tensor, array or list do not reach."""
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)) and len(value) and hasattr(value[0], "__len__"):
-        return [_kept(name, sequence) for sequence in value] if name == "lengths" else _tensor(name, value)
-    return _tensor(name, value)
+def _documents(source: str, value: Any) -> Any:
+    """A copy that later changes of the caller's numbers do not reach; lengths as one tensor a sequence."""
+    if source == "lengths":
+        return [_no_bools(part, source) for part in _lengths(value)]
+    numbers = as_integers(value, f"[plan] {source}")
+    return numbers if source == "doc_ids" else _no_bools(numbers, source)
 
 
-def _tensor(name: str, value: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(value).detach().clone()
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"[plan] {name} must be integers in rows of one length, but they are not: {reason}.") from None
+def _lengths(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Sequence) and not isinstance(value, str) and not all(map(is_number, value)):
+        parts = [as_integers(part, f"[plan] lengths[{i}]") for i, part in enumerate(value)]
+        for i, part in enumerate(parts):
+            if part.dim() != 1:
+                raise ValueError(
+                    "[plan] lengths must be numbers, or a list of numbers for each sequence, but lengths"
+                    f"[{i}] is {seen(value[i])}."
+                )
+        return parts
+    whole = as_integers(value, "[plan] lengths")
+    if whole.dim() not in (1, 2):
+        raise ValueError(f"[plan] lengths must have the shape [n] or [B, n], but it is {list(whole.shape)}.")
+    return [whole] if whole.dim() == 1 else list(whole)
+
+
+def _no_bools(numbers: torch.Tensor, name: str) -> torch.Tensor:
+    if numbers.dtype == torch.bool:
+        raise ValueError(f"[plan] {name} must be integers, but they are True or False.")
+    return numbers
 
 
 def _named(masks: Mapping[str, Mask] | Mask | None) -> dict[str, Mask]:
@@ -246,26 +265,15 @@ def _named(masks: Mapping[str, Mask] | Mask | None) -> dict[str, Mask]:
     if isinstance(masks, Mask):
         return {"full": masks}
     if not isinstance(masks, Mapping):
-        raise ValueError(f"[plan] masks must be {{name: blockcp.Mask}}, but it is {masks!r}.")
+        raise ValueError(f"[plan] masks must be {{name: blockcp.Mask}}, but it is {seen(masks)}.")
     for name, mask in masks.items():
-        if not isinstance(mask, Mask) or not isinstance(name, str) or not name:
-            raise ValueError(f"[plan] masks must be {{name: blockcp.Mask}}, but {name!r} is {type(mask).__name__}.")
+        if not isinstance(mask, Mask):
+            raise ValueError(f"[plan] masks must be {{name: blockcp.Mask}}, but {seen(name)} is {seen(mask)}.")
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ValueError(f"[plan] the name of a mask must be printable text, but it is {seen(name)}.")
     if not masks:
         raise ValueError("[plan] masks must name at least one mask, but it is empty.")
     return dict(masks)
-
-
-def _flat_lengths(lengths: Any) -> tuple[torch.Tensor, list[int]]:
-    """All lengths in one tensor, and how many each sequence has."""
-    if isinstance(lengths, Sequence) and len(lengths) and hasattr(lengths[0], "__len__"):
-        sequences = [torch.as_tensor(sequence) for sequence in lengths]
-        return torch.cat([s for s in sequences if s.numel()] or sequences), [s.numel() for s in sequences]
-    flat = torch.as_tensor(lengths)
-    if flat.dim() == 2:
-        return flat.flatten(), [flat.shape[1]] * flat.shape[0]
-    if flat.dim() != 1:
-        raise ValueError(f"[plan] lengths must have the shape [n] or [B, n], but it is {list(flat.shape)}.")
-    return flat, [flat.numel()]
 
 
 def _request(
@@ -276,20 +284,21 @@ def _request(
     world_size: int,
     rank: int,
     masks: dict[str, Mask],
-    exchange: str | dict[str, str],
+    exchange: dict[str, str],
     pad: bool,
 ) -> tuple[list[torch.Tensor], str]:
     """Tensors and JSON for ``torch.ops.blockcp.plan_create``; see blockcp/torch/plans.h."""
     request: dict[str, Any] = {"world": world_size, "rank": rank, "pad": pad, "rows": rows, "masks": {}}
+    request["exchange"] = exchange
     tensors: list[torch.Tensor] = []
 
-    def add(value: Any) -> int:
-        tensors.append(torch.as_tensor(value))
+    def add(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
         return len(tensors) - 1
 
     if source == "lengths":
-        flat, request["counts"] = _flat_lengths(documents)
-        request["lengths"] = add(flat)
+        request["counts"] = [len(sequence) for sequence in documents]
+        request["lengths"] = add(torch.cat(documents) if documents else torch.zeros(0, dtype=torch.int64))
     else:
         request[{"doc_ids": "ids", "position_ids": "positions"}.get(source, source)] = add(documents)
     if padding_mask is not None:
@@ -299,17 +308,27 @@ def _request(
         if mask.spans is not None:
             entry["spans"] = add(mask.spans)
         request["masks"][name] = entry
-    request["exchange"] = _paths(exchange, masks)
     return tensors, json.dumps(request)
 
 
-def _paths(exchange: str | dict[str, str], masks: dict[str, Mask]) -> dict[str, str]:
+def _paths(exchange: Any, masks: dict[str, Mask]) -> dict[str, str]:
     """The explicit ones by mask."""
-    paths = exchange if isinstance(exchange, dict) else dict.fromkeys(masks, exchange)
+    if not isinstance(exchange, (str, Mapping)):
+        raise ValueError(f"[plan] exchange must be a path's name or {{mask: path}}, but it is {seen(exchange)}.")
+    paths = dict(exchange) if isinstance(exchange, Mapping) else dict.fromkeys(masks, exchange)
     unknown = [name for name in paths if name not in masks]
     if unknown:
-        raise ValueError(f"[plan] exchange must name masks of this plan, {list(masks)}, but it names {unknown}.")
+        raise ValueError(f"[plan] exchange must name masks of this plan, {list(masks)}, but it names {seen(unknown)}.")
+    for path in paths.values():
+        if not isinstance(path, str) or path not in EXCHANGES:
+            raise ValueError(f"[plan] exchange must be one of {', '.join(EXCHANGES)}, but it is {seen(path)}.")
     return {name: path for name, path in paths.items() if path != "auto"}
+
+
+def _mask_name(mask: Any) -> str:
+    if mask is not None and (not isinstance(mask, str) or not mask.isprintable()):
+        raise ValueError(f"[plan] mask must be the name of a mask or None, but it is {seen(mask)}.")
+    return mask or ""
 
 
 def _shape(
@@ -319,11 +338,11 @@ def _shape(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[int, int, int, int, str]:
-    value_dim = head_dim if value_dim is None else value_dim
-    for what, number in zip(("q_heads", "kv_heads", "head_dim", "value_dim"), (q_heads, kv_heads, head_dim, value_dim)):
-        _bounded(number, f"[plan] {what}", 1)
+    given = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    given["value_dim"] = head_dim if value_dim is None else value_dim
+    q_heads, kv_heads, head_dim, value_dim = (_bounded(number, f"[plan] {what}", 1) for what, number in given.items())
     if q_heads % kv_heads:
         raise ValueError(f"[plan] kv_heads must divide q_heads, but they are {kv_heads} and {q_heads}.")
-    if dtype not in DTYPES:
-        raise ValueError(f"[plan] dtype must be one of {list(DTYPES)}, but it is {dtype}.")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(f"[plan] dtype must be one of {list(DTYPES)}, but it is {seen(dtype)}.")
     return q_heads, kv_heads, head_dim, value_dim, DTYPES[dtype]

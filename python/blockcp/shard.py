@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blockcp.arguments import check_tensors, seen, trouble_of
+from blockcp.arguments import as_int, check_tensors, seen, trouble_of
 from blockcp.exchange import all_gather, place_in, refuse
-from blockcp.mask import as_int
 from blockcp.plan import Plan
 
 ALIGNED = ("input_ids", "inputs_embeds", "labels", "loss_mask", "position_ids", "shift_labels", "token_type_ids")
@@ -36,20 +35,24 @@ def shard(batch: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         ValueError: a field that is sequence-aligned by its name (``input_ids``, ``labels``, ``position_ids``,
             ``loss_mask`` and the like) is not of the plan's size.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"[shard] plan must be what blockcp.plan returns, but it is {seen(plan)}.")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"[shard] batch must be a dict of tensors by name, but it is {seen(batch)}.")
     result: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "attention_mask" or _is_square_mask(name, value, plan):
             continue
         dim = _sequence_dim(value, plan)
         if dim is None and name in ALIGNED and value is not None:
-            seen = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            found = seen(value) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
                 f"[shard] {name} must be a tensor of [{plan.batch}, {plan.given_rows}, ...] like the plan, but it is "
-                f"{seen}. Was the plan made from another batch?"
+                f"{found}. Was the plan made from another batch?"
             )
         result[name] = value if dim is None else _local(_padded(name, value, dim, plan), dim, plan)
     if batch.get("labels") is not None:
-        labels = _padded("labels", batch["labels"], _sequence_dim(batch["labels"], plan), plan)
+        labels = _padded("labels", batch["labels"], _label_dim(batch["labels"], plan), plan)
         result["shift_labels"] = _local(_shifted(labels, plan), labels.dim() - 1, plan)
     if batch.get("position_ids") is None:
         result["position_ids"] = plan.position_ids.to(_device(batch))
@@ -96,7 +99,7 @@ def _check_part(tensor: Any, plan: Any, world: int, dim: Any) -> None:
 
 def _sequence_dim(value: Any, plan: Plan) -> int | None:
     """Which dimension of a value is the sequence, if any."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.is_nested or value.layout != torch.strided:
         return None
     shape, sizes = tuple(value.shape), (plan.given_rows, plan.rows)
     if len(shape) >= 2 and shape[0] == plan.batch and shape[1] in sizes:
@@ -108,8 +111,20 @@ def _sequence_dim(value: Any, plan: Plan) -> int | None:
     return None
 
 
-def _is_square_mask(name: str, value: Any, plan: Plan) -> bool:
-    if "mask" not in name or not isinstance(value, torch.Tensor) or value.dim() < 2:
+def _label_dim(labels: torch.Tensor, plan: Plan) -> int:
+    dim = _sequence_dim(labels, plan)
+    if dim != labels.dim() - 1 or (dim == 0 and plan.batch != 1) or dim == 2:
+        raise ValueError(
+            f"[shard] labels must be a tensor of [{plan.batch}, {plan.given_rows}] like the plan, but it is "
+            f"{seen(labels)}."
+        )
+    return dim
+
+
+def _is_square_mask(name: Any, value: Any, plan: Plan) -> bool:
+    if not isinstance(name, str) or "mask" not in name or not isinstance(value, torch.Tensor):
+        return False
+    if value.is_nested or value.dim() < 2:
         return False
     return tuple(value.shape[-2:]) in ((plan.given_rows,) * 2, (plan.rows,) * 2)
 

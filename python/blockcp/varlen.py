@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from blockcp._library import ops
-from blockcp.arguments import as_scale, check_tensors
-from blockcp.mask import Mask, as_int
+from blockcp.arguments import as_int, as_scale, check_tensors
+from blockcp.mask import Mask
 
 Offsets = torch.Tensor | Sequence[int]
 

@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from probe import expect, expect_oracle, ids_of, on_all_paths
 from problems import PATHS, check
-from ranks import outcomes, run_ranks, same_error
+from ranks import ordinary_call, outcomes, run_ranks, same_error
 from test_cases_kernel import problem
 
 import blockcp
@@ -69,12 +69,19 @@ def test_EX_04_nothing_to_exchange(world):
 def wrong_group(rank, world):
     plan = blockcp.plan(lengths=[8], world_size=2, rank=rank % 2)
     x = torch.zeros(1, 2, 4, 4)
-    blockcp.attention(x, x, x, plan, group=dist.group.WORLD)
+    traffic, name = torch.ops.blockcp.group_traffic, dist.group.WORLD.group_name
+    ordinary_call(rank, world)
+    before = traffic(name)
+    assert sum(before) > 0 or rank == 3  # all of whose rows are padding
+    try:
+        blockcp.attention(x, x, x, plan, group=dist.group.WORLD)
+    finally:
+        assert traffic(name) == before
 
 
-def test_EX_15_group_of_another_size():
+def test_EX_15_group_of_another_size_and_nothing_is_sent():
     message = same_error(4, wrong_group)
-    assert "2" in message and "4" in message
+    assert "the plan is for 2" in message and "has 4" in message
 
 
 def test_EX_16_any_number_of_ranks():
@@ -156,20 +163,28 @@ def bad_calls():
         ({**good, "q": q.to(torch.bfloat16), "k": k.to(torch.bfloat16), "v": k.to(torch.bfloat16)}, ["bf16", "fp32"]),
         ({**good, "q": torch.zeros(1, 6, 4, 8)}, ["6", "4"]),
         ({**good, "q": q.clone().requires_grad_()}, ["gradients"]),
-        ({**good, "lengths": [5, 3]}, ["documents"]),
-        ({**good, "exchange": "ring"}, ["rank"]),
+        ({**good, "lengths": [5, 3]}, ["same documents"]),
+        ({**good, "exchange": "ring"}, ["same exchange", "ring", "allgather"]),
+        ({**good, "masks": blockcp.Mask(window=2)}, ["same mask", "causal, window 2"]),
+        ({**good, "masks": blockcp.Mask(spans=[0, 1, 1, 0, 0, 0, 0, 0])}, ["same mask", "causal, spans (left)"]),
     ]
 
 
 def bad_call(rank, world, number, bad_rank):
     q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
     given = bad_calls()[number][0] if rank == bad_rank else {"q": q, "k": k, "v": k}
-    given = {"lengths": [6, 2], "exchange": "allgather", **given}
-    plan = blockcp.plan(lengths=given.pop("lengths"), world_size=world, rank=rank, exchange=given.pop("exchange"))
+    given = {"lengths": [6, 2], "exchange": "allgather", "masks": None, **given}
+    plan = blockcp.plan(
+        lengths=given.pop("lengths"),
+        world_size=world,
+        rank=rank,
+        masks=given.pop("masks"),
+        exchange=given.pop("exchange"),
+    )
     blockcp.attention(plan=plan, **given)
 
 
-@pytest.mark.parametrize("number", range(18))
+@pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_mistake_on_one_rank_is_one_error_on_all(number, bad_rank):
     message = same_error(2, bad_call, number, bad_rank)

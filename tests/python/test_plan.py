@@ -3,6 +3,7 @@
 import json
 import pickle
 
+import numpy
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -165,6 +166,29 @@ def test_torch_of_another_release_is_refused():
         ({"exchange": None}, "None"),
         ({"exchange": ["ring"]}, "ring"),
         ({"pad": "no"}, "'no'"),
+        ({"pad": torch.ones(3, 3)}, "shape [3, 3]"),
+        ({"lengths": [[1, 2], 3]}, "lengths[1] is 3"),
+        ({"lengths": [[[1]]]}, "lengths[0] is [[1]]"),
+        ({"lengths": torch.ones(1, 1, 1, dtype=torch.int64)}, "[1, 1, 1]"),
+        ({"lengths": [True, True]}, "True"),
+        ({"lengths": [3, True]}, "lengths[1] must be an integer, but it is True"),
+        ({"lengths": torch.ones(2, dtype=torch.bool)}, "True or False"),
+        ({"lengths": [[3], [2**70]]}, f"lengths[1][0] must fit into 64 bits, but it is {2**70}"),
+        ({"lengths": [1.5]}, "lengths[0] must be an integer, but it is 1.5"),
+        ({"lengths": ["a"]}, "'a'"),
+        ({"lengths": {3: 5}}, "{3: 5}"),
+        ({"rows": True}, "True"),
+        ({"world_size": 4, "rank": False}, "False"),
+        ({"world_size": 4, "rank": torch.tensor([1, 2])}, "shape [2]"),
+        ({"exchange": {"full": 3}}, "but it is 3"),
+        ({"exchange": {"full": "ri\nng"}}, "ri\\nng"),
+        ({"exchange": {3: "ring"}}, "[3]"),
+        ({"layout": torch.ones(2, 2)}, "shape [2, 2]"),
+        ({"masks": {"a\nb": blockcp.Mask()}}, "a\\nb"),
+        ({"masks": {"\ud800": blockcp.Mask()}}, "ud800"),
+        ({"mesh": 3}, "but it is 3"),
+        ({"group": 3}, "but it is 3"),
+        ({"group": "nobody"}, "but it is 'nobody'"),
     ],
 )
 def test_what_cannot_be_meant_is_one_clear_line(arguments, named):
@@ -173,9 +197,94 @@ def test_what_cannot_be_meant_is_one_clear_line(arguments, named):
     assert named in str(refused.value) and str(refused.value).startswith("[plan]") and "\n" not in str(refused.value)
 
 
-def test_causal_is_true_or_false():
-    with pytest.raises(ValueError, match="'no'"):
-        blockcp.Mask(causal="no")
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"doc_ids": torch.tensor([1, 1]).to_sparse()}, "sparse"),
+        ({"doc_ids": torch.zeros(2, dtype=torch.int64, device="meta")}, "meta"),
+        ({"doc_ids": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)}, "nested"),
+        (
+            {"doc_ids": torch.tensor([5, 2**63 + 5], dtype=torch.uint64)},
+            f"doc_ids[1] must be less than 2^63, but it is {2**63 + 5}",
+        ),
+        ({"doc_ids": [[1, 2**63 + 3]]}, str(2**63 + 3)),
+        ({"doc_ids": [[1, 1], [2]]}, "doc_ids must be of parts alike"),
+        ({"doc_ids": [1, None]}, "doc_ids[1]"),
+        ({"doc_ids": 3}, "[]"),
+        ({"doc_ids": torch.tensor([1.5])}, "first value 1.5"),
+        ({"doc_ids": numpy.array(["a"])}, "'a'"),
+        ({"cu_seqlens": [0, 2**40]}, f"cu_seqlens[1] = {2**40}"),
+        ({"cu_seqlens": [False, True]}, "True or False"),
+        ({"cu_seqlens": [0, 3, 8], "rows": 7}, "the last is 8 and rows = 7"),
+        ({"position_ids": [0, 1, 2, 3], "padding_mask": [[0, 0], [0, 0]]}, "[2, 2]"),
+        ({"position_ids": [0, 1], "padding_mask": "ab"}, "'ab'"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_named_as_they_were_given(arguments, named):
+    with pytest.raises(ValueError) as refused:
+        blockcp.plan(**arguments)
+    assert named in str(refused.value) and str(refused.value).startswith("[plan]") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"causal": "no"}, "'no'"),
+        ({"span_window": ["left"]}, "['left']"),
+        ({"spans": "abc"}, "spans must be integers, but it is 'abc'"),
+        ({"spans": [[1, 2], [3]]}, "spans must be of parts alike"),
+        ({"spans": torch.zeros(2, device="meta", dtype=torch.int64)}, "meta"),
+        ({"window": 2**70}, str(2**70)),
+        ({"window": (2**63, 0)}, str(2**63)),
+        ({"window": (1, 2, 3)}, "(1, 2, 3)"),
+        ({"window": torch.ones(40, 40)}, "shape [40, 40]"),
+        ({"window": True}, "True"),
+    ],
+)
+def test_masks_that_cannot_be_meant(arguments, named):
+    with pytest.raises(ValueError) as refused:
+        blockcp.Mask(**arguments)
+    assert named in str(refused.value) and str(refused.value).startswith("[mask]") and "\n" not in str(refused.value)
+
+
+def test_methods_of_a_plan_refuse_in_the_same_way():
+    plan = blockcp.plan(lengths=[8], world_size=2, rank=0)
+    for call, named in (
+        (lambda: plan.kv(3), "3"),
+        (lambda: plan.visible(["full"]), "['full']"),
+        (lambda: plan.kv(batch="0"), "'0'"),
+        (lambda: plan.kv(batch=1), "in [0, 1), but it is 1"),
+        (lambda: plan.needed_splits(rank=2), "in [0, 2), but it is 2"),
+        (lambda: plan.explain(dtype=[]), "[]"),
+        (lambda: plan.explain(q_heads=torch.ones(2, 2)), "shape [2, 2]"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert named in str(refused.value) and str(refused.value).startswith("[plan]"), refused.value
+
+
+def test_lists_of_numbers_of_any_kind():
+    want = same(lengths=[3, 5]).fingerprint
+    for lengths in (
+        list(torch.tensor([3, 5])),
+        [torch.tensor(3), 5],
+        [numpy.int32(3), numpy.array(5)],
+        [torch.tensor([3, 5])],
+        (range(3, 6, 2),),
+        numpy.array([5, 3])[::-1],
+        numpy.array([3, 5], ">i4"),
+        torch.tensor([3, 5], dtype=torch.uint64),
+    ):
+        assert same(lengths=lengths).fingerprint == want
+    assert same(cu_seqlens=list(torch.tensor([0, 3, 8]))).fingerprint == want
+    assert same(doc_ids=[torch.tensor([1, 1]), torch.tensor([4, 4])]).batch == 2
+    ragged = blockcp.plan(lengths=[torch.tensor([3, 1]), torch.tensor([4])])
+    assert (ragged.batch, ragged.documents) == (2, 3)
+
+
+def test_a_window_of_any_size_is_explained_as_it_was_given():
+    plan = blockcp.plan(lengths=[8], masks=blockcp.Mask(window=(2**63 - 1, 0)))
+    assert f"window {2**63}" in plan.explain()
 
 
 def test_later_changes_of_the_lists_do_not_reach_the_plan():

@@ -66,6 +66,32 @@ def test_a_batch_of_another_size_is_refused():
         blockcp.shard({"loss_mask": torch.zeros(1, 8).numpy()}, blockcp.plan(lengths=[8]))
 
 
+@pytest.mark.parametrize(
+    "batch, lengths, named",
+    [
+        ([1], [8], "[1]"),
+        ({"labels": torch.zeros(8)}, [[8], [8]], "labels must be a tensor of [2, 8]"),
+        ({"labels": torch.zeros(1, 8, 3)}, [8], "[1, 8, 3]"),
+        ({"labels": torch.zeros(3, 1, 8)}, [8], "[3, 1, 8]"),
+        ({"labels": [0] * 8}, [8], "list"),
+        ({"labels": torch.zeros(1, 8).to_sparse()}, [8], "labels"),
+    ],
+)
+def test_what_cannot_be_cut_is_one_clear_line(batch, lengths, named):
+    with pytest.raises(ValueError) as refused:
+        blockcp.shard(batch, blockcp.plan(lengths=lengths))
+    assert named in str(refused.value) and str(refused.value).startswith("[shard]") and "\n" not in str(refused.value)
+
+
+def test_the_plan_must_be_one():
+    with pytest.raises(ValueError, match=r"\[shard\] plan must be what blockcp.plan returns, but it is None"):
+        blockcp.shard({}, None)
+
+
+def test_names_need_not_be_text():
+    assert blockcp.shard({3: torch.zeros(1, 8)}, blockcp.plan(lengths=[8]))[3].shape == (1, 8)
+
+
 def test_only_masks_of_the_whole_square_are_dropped():
     square, image = torch.ones(1, 1, 8, 8), torch.ones(1, 3, 8, 8)
     got = blockcp.shard({"causal_mask": square, "block_mask": square[0, 0], "pixels": image}, blockcp.plan(lengths=[8]))
