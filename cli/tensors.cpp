@@ -31,7 +31,7 @@ void WholeTensor::fill(uint64_t seed, Parallel& parallel) {
 Tensor WholeTensor::from(int64_t row) const {
   std::byte* data = memory_.data();
   if (data) data += row * width_ * size_of(type_);
-  return {data, heads_ * rows_ * width_, rows_ * width_, width_, 1};
+  return contiguous(data, heads_, rows_, width_);
 }
 
 double WholeTensor::at(int64_t head, int64_t row, int64_t col) const {

@@ -17,6 +17,11 @@ struct Tensor {
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, col_stride = 1;
 };
 
+// [batch, heads, rows, width] without gaps.
+inline Tensor contiguous(void* data, int64_t heads, int64_t rows, int64_t width) {
+  return {data, heads * rows * width, rows * width, width, 1};
+}
+
 struct Call {
   const Schedule& schedule;
   AttentionShape shape;
@@ -37,6 +42,14 @@ struct ForwardTensors {
   Tensor q, k, v, out, lse;
 };
 void forward(const Call& call, const ForwardTensors& tensors);
+
+// All of them without gaps, of `rows` local rows.
+inline ForwardTensors contiguous(const AttentionShape& shape, int64_t rows, void* q, void* k, void* v, void* out,
+                                 void* lse) {
+  return {contiguous(q, shape.q_heads, rows, shape.head_dim), contiguous(k, shape.kv_heads, rows, shape.head_dim),
+          contiguous(v, shape.kv_heads, rows, shape.value_dim), contiguous(out, shape.q_heads, rows, shape.value_dim),
+          contiguous(lse, shape.q_heads, rows, 1)};
+}
 
 // From forward's q, k, v, out and lse and from dout: dq, dk, dv, written everywhere (padding gets 0), each summed in
 // the accumulator type over blocks and ranks in a fixed order and rounded once. Adds nothing to what was there.
