@@ -4,6 +4,7 @@
 
 #include "blockcp/base/machine.h"
 #include "blockcp/base/peak.h"
+#include "blockcp/base/text.h"
 #include "blockcp/kernels/select.h"
 #include "cli/command.h"
 #include "cli/input.h"
@@ -44,7 +45,7 @@ std::vector<Peak> measure(const Machine& machine) {
 void print_table(const Report& report) {
   const Machine& machine = report.machine;
   const auto yes = [](bool has) { return has ? "yes" : "no"; };
-  fmt::print("cpu           {}, {} processor{}\n", machine.cpu, machine.processors, machine.processors == 1 ? "" : "s");
+  fmt::print("cpu           {}, {}\n", machine.cpu, counted(machine.processors, "processor"));
   fmt::print("instructions  AVX2 with FMA: {}, AVX-512: {}, AVX-512 BF16: {}, NEON: {}\n\n", yes(machine.avx2),
              yes(machine.avx512), yes(machine.avx512_bf16), yes(machine.neon));
   const AttentionShape& shape = report.shape;
@@ -55,8 +56,7 @@ void print_table(const Report& report) {
     fmt::print("{} {:<16} {}\n", &kernel == report.chosen ? '*' : ' ', kernel.name,
                reason.empty() ? "can run" : "cannot run: " + reason);
   }
-  fmt::print("\npeaks of multiply-adds, GFLOP/s {:>14} {:>12}\n", "1 thread",
-             fmt::format("{} thread{}", machine.processors, machine.processors == 1 ? "" : "s"));
+  fmt::print("\npeaks of multiply-adds, GFLOP/s {:>14} {:>12}\n", "1 thread", counted(machine.processors, "thread"));
   for (const Peak& peak : report.peaks)
     fmt::print("  {:<5} {:<24} {:>13.1f} {:>12.1f}\n", peak.type, peak.instructions, peak.one_thread, peak.all_threads);
 }

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -21,6 +22,26 @@ struct Input {
   std::string heads = "8/2", dim = "128", dtype = "fp32";
   bool json = false;
 };
+
+// What an integer option takes.
+struct Limits {
+  int64_t least, most = std::numeric_limits<int64_t>::max();
+};
+
+// The number that `text` writes. Throws Error(argument), naming the option, for anything else and for one that is out
+// of the limits.
+int64_t parse_integer(const std::string& text, std::string_view option, Limits limits);
+
+// An option with a whole number; `names` as CLI11 has them.
+template <class Number>
+CLI::Option* add_integer(CLI::App& command, const std::string& names, Number& value, const std::string& description,
+                         Limits limits) {
+  const std::string option = names.substr(0, names.find(','));
+  const auto set = [&value, option, limits](const std::string& text) {
+    value = static_cast<Number>(parse_integer(text, option, limits));
+  };
+  return command.add_option_function<std::string>(names, set, description)->type_name("INT");
+}
 
 void add_options(CLI::App& command, Input& input);
 void add_shape_options(CLI::App& command, Input& input);  // --heads, --dim, --dtype and --json alone

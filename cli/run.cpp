@@ -5,6 +5,7 @@
 
 #include "blockcp/base/error.h"
 #include "blockcp/base/machine.h"
+#include "blockcp/base/text.h"
 #include "blockcp/kernels/select.h"
 #include "blockcp/transport/threads/threads.h"
 #include "cli/check.h"
@@ -18,7 +19,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct RunInput : Input {
-  uint64_t seed = 1;
+  int64_t seed = 1;
   std::string kernel;
   int threads = 0;  // per rank; 0: what the machine has, shared out
   int64_t check = 4'000'000;
@@ -64,17 +65,19 @@ class Runner {
         entry_(plan_.entry()),
         threads_(input.threads > 0 ? input.threads : std::max(1, machine_.processors / plan_.world())),
         scale_(1 / std::sqrt(static_cast<double>(shape_.head_dim))),
-        tensors_(shape_, plan_.packing().rows()) {}
+        tensors_(shape_, countable_rows()) {}
 
   // Before anything is allocated or started.
   static AttentionShape checked(const RunInput& input) {
-    constexpr int kMostRanks = 256, kMostThreads = 1024;
+    constexpr int kMostRanks = 256;
     check_argument(input.world <= kMostRanks, "[cli] run takes at most {} ranks, which are threads, but --ranks is {}.",
                    kMostRanks, input.world);
-    check_argument(input.threads >= 0 && input.threads <= kMostThreads,
-                   "[cli] --threads must be from 0 to {}, but is {}.", kMostThreads, input.threads);
-    check_argument(input.check >= 0, "[cli] --check must not be negative, but is {}.", input.check);
     return shape_of(input);
+  }
+
+  int64_t countable_rows() const {
+    check_countable(cost_shape(shape_), plan_.packing().rows());
+    return plan_.packing().rows();
   }
 
   int run() {
@@ -108,9 +111,9 @@ class Runner {
 };
 
 void Runner::make_inputs() {
-  const Progress progress(fmt::format("making random data of {} rows", plan_.packing().rows()));
+  const Progress progress(fmt::format("making random data of {}", counted(plan_.packing().rows(), "row")));
   const auto pool = make_pool(0);
-  uint64_t seed = input_.seed * 4;
+  uint64_t seed = static_cast<uint64_t>(input_.seed) * 4;
   for (WholeTensor* tensor : {&tensors_.q, &tensors_.k, &tensors_.v, &tensors_.dout}) tensor->fill(seed++, *pool);
 }
 
@@ -155,7 +158,7 @@ void Runner::attend(Transport& transport) {
   const auto timed = [&](const char* stage, double& seconds, const std::function<void()>& act) {
     transport.gather({});  // all start together
     std::optional<Progress> progress;
-    if (rank == 0) progress.emplace(fmt::format("{} on {} ranks", stage, plan_.world()));
+    if (rank == 0) progress.emplace(fmt::format("{} on {}", stage, counted(plan_.world(), "rank")));
     act();
     transport.gather({});
     if (rank == 0) seconds = progress->seconds();
@@ -174,10 +177,11 @@ void Runner::check() {
 }
 
 void Runner::print_table() const {
-  fmt::print("{}{} documents in {} rows\n", padding_text(plan_), plan_.packing().documents().size(),
-             plan_.packing().rows());
-  fmt::print("ranks as threads: {}, with {} thread{} each; kernel {}, {} heads {}/{}, width {}/{}\n", plan_.world(),
-             threads_, threads_ == 1 ? "" : "s", kernel_.name, name(shape_.dtype), shape_.q_heads, shape_.kv_heads,
+  const Packing& packing = plan_.packing();
+  fmt::print("{}{} in {}\n", padding_text(plan_), counted(std::ssize(packing.documents()), "document"),
+             counted(packing.rows(), "row"));
+  fmt::print("ranks as threads: {}, with {} each; kernel {}, {} heads {}/{}, width {}/{}\n", plan_.world(),
+             counted(threads_, "thread"), kernel_.name, name(shape_.dtype), shape_.q_heads, shape_.kv_heads,
              shape_.head_dim, shape_.value_dim);
   fmt::print("path {}: {}\n\n", name(entry_.choice.path), entry_.choice.reason);
 
@@ -190,7 +194,7 @@ void Runner::print_table() const {
                rank.counted_forward == rank.moved_forward ? " = " : "is not", rank.moved_forward, rank.counted_backward,
                rank.counted_backward == rank.moved_backward ? " = " : "is not", rank.moved_backward);
   }
-  fmt::print("\n  work max/mean {:.3f}, {} visible pairs\n", report_.balance, report_.pairs);
+  fmt::print("\n  work max/mean {:.3f}, {}\n", report_.balance, counted(report_.pairs, "visible pair"));
   const auto line = [](const char* what, double seconds, double flops) {
     fmt::print("  {:<8} {:>9.3f} s {:>9.1f} GFLOP/s\n", what, seconds, seconds > 0 ? flops / seconds * 1e-9 : 0.0);
   };
@@ -202,10 +206,9 @@ void Runner::print_table() const {
     fmt::print("\nnot checked (--check 0)\n");
     return;
   }
-  fmt::print(
-      "\nchecked against the fp64 reference on one rank: {} of {} documents in full, {} single rows of others, {} rows "
-      "of padding\n",
-      check.documents, check.all_documents, check.single_rows, check.padding_rows);
+  fmt::print("\nchecked against the fp64 reference on one rank: {} of {} in full, {} of others, {} of padding\n",
+             check.documents, counted(check.all_documents, "document"), counted(check.single_rows, "single row"),
+             counted(check.padding_rows, "row"));
   for (const TensorError& e : check.tensors)
     fmt::print("  {:<4} relative error {:.2e}  (limit {:.1e})  {}\n", e.name, e.error, e.limit,
                e.ok() ? "ok" : "WRONG");
@@ -258,17 +261,17 @@ Command add_run(CLI::App& program) {
   blockcp run --lengths 600,200,500,300 --ranks 4
   blockcp run --lengths lengths.txt --max-rows 16384 --ranks 4 --window 1024 --exchange ring
   blockcp run --lengths lengths.txt --max-rows 65536 --heads 8/2 --dim 128 --dtype bf16 --json
-The exit code is 1 if a result is wrong.)");
+The exit code is 1 if a result is wrong, 2 for bad usage, 3 if memory does not suffice or the machine fails otherwise.)");
   add_options(*command, *input);
-  command->add_option("--seed", input->seed, "Of the random data")->capture_default_str();
+  constexpr int64_t kMostSeed = std::numeric_limits<int64_t>::max() / 4;  // each makes four tensors
+  add_integer(*command, "--seed", input->seed, "Of the random data", {0, kMostSeed})->default_str("1");
   command->add_option("--kernel", input->kernel,
                       "Name of a kernel or family, as in reference or cpu; default: the best");
-  command->add_option("--threads", input->threads, "Threads of each rank; 0 shares out the processors")
-      ->capture_default_str();
-  command
-      ->add_option("--check", input->check,
-                   "Visible pairs times query heads to compare with the reference, about; 0 checks nothing")
-      ->capture_default_str();
+  add_integer(*command, "--threads", input->threads, "Threads of each rank; 0 shares out the processors", {0, 1024})
+      ->default_str("0");
+  add_integer(*command, "--check", input->check,
+              "Visible pairs times query heads to compare with the reference, about; 0 checks nothing", {0})
+      ->default_str(std::to_string(input->check));
   return [input] { return Runner(*input).run(); };
 }
 

@@ -202,8 +202,10 @@ TEST_F(Cli, help_has_examples) {
 
 TEST_F(Cli, misuse_is_one_clear_line_and_exit_code_2) {
   const std::string bad = file("bad.txt", "6\ntwo\n"), empty = file("empty.txt", ""),
-                    spans = file("spans.txt", "1\n0\n1\n0\n");
-  const std::pair<std::string, const char*> cases[] = {
+                    spans = file("spans.txt", "1\n0\n1\n0\n"), nul = file("nul.txt", std::string("6\n7\0x\n", 7)),
+                    wide = file("wide.txt", "6\n99999999999999999999\n");
+  const std::string too_large = "99999999999999999999";
+  const std::pair<std::string, std::string> cases[] = {
       {"", "subcommand"},
       {"fly", "fly"},
       {"explain", "--lengths"},
@@ -215,7 +217,7 @@ TEST_F(Cli, misuse_is_one_clear_line_and_exit_code_2) {
       {"explain --lengths 6,,5", "no such list"},
       {"explain --lengths 6,2 --rows 7", "7"},
       {"explain --lengths 6,2 --max-rows 5", "less than the first (6)"},
-      {"explain --lengths 6,2 --world 0", "at least 1 rank"},
+      {"explain --lengths 6,2 --world 0", "--world must be a whole number from 1 to 8192, but is \"0\""},
       {"explain --lengths 6,2 --world many", "--world"},
       {"explain --lengths 6,2 --window 0", "window"},
       {"explain --lengths 6,2 --left 2 --right 1", "causal"},
@@ -230,6 +232,26 @@ TEST_F(Cli, misuse_is_one_clear_line_and_exit_code_2) {
       {"explain --lengths 6,2 --dim 0", "--dim"},
       {"explain --lengths 6,2 --dtype fp8", "fp8"},
       {"explain --lengths 6,2 --lengths-divide 0", "--lengths-divide"},
+      {"explain --lengths 5 --spans " + empty, "--spans must have one span id a row, but"},
+      {"explain --lengths 5 --spans " + folder_.string(), "must be readable"},
+      {"explain --lengths " + nul, "is \"7\\x00x\"."},
+      {"explain --lengths " + wide, "line 2 of"},
+      {"explain --lengths 6," + too_large, too_large},
+      {"explain --lengths 6,9223372036854775807 --max-rows 4", "less than the first (6)"},
+      {"explain --lengths 6,2 --window " + too_large, "--window must be a whole number from -1 to"},
+      {"explain --lengths 6,2 --window -2", "--window"},
+      {"explain --lengths 6,2 --left " + too_large + " --right 0", "--left"},
+      {"explain --lengths 6,2 --rows " + too_large, "--rows"},
+      {"explain --lengths 6,2 --world 4294967297", "\"4294967297\""},
+      {"explain --lengths 6,2 --rows 2147483647 --world 8", "padding makes 2147483648 of its 2147483647"},
+      {"explain --lengths 6,2 --heads 4294967296", "--heads"},
+      {"explain --lengths 6,2 --rows 2147483640 --heads 1048576 --dim 1048576", "64 bits"},
+      {"run --lengths 6,2 --rows 2147483640 --heads 1048576 --dim 1048576 --ranks 1", "64 bits"},
+      {"run --lengths 6,2 --seed -1", "--seed must be a whole number from 0 to 2305843009213693951, but is \"-1\""},
+      {"run --lengths 6,2 --seed " + too_large, "--seed"},
+      {"run --lengths 6,2 --seed 1.5", "\"1.5\""},
+      {"run --lengths 6,2 --check " + too_large, "--check"},
+      {"run --lengths 6,2 --threads 4294967297", "--threads"},
       {"run --lengths 6,2 --kernel abacus", "abacus"},
       {"run --lengths 6,2 --threads -1", "--threads"},
       {"run --lengths 6,2 --check -1", "--check"},
@@ -244,6 +266,47 @@ TEST_F(Cli, misuse_is_one_clear_line_and_exit_code_2) {
     EXPECT_THAT(result.err, HasSubstr(text)) << arguments;
     EXPECT_EQ(result.out, "") << arguments;
   }
+}
+
+TEST_F(Cli, a_window_that_covers_everything_is_printed_as_it_was_given) {
+  EXPECT_THAT(run("explain --lengths 6,2 --left 9223372036854775807 --right 0").out,
+              HasSubstr("window 9223372036854775808"));
+}
+
+TEST_F(Cli, files_may_begin_with_a_byte_order_mark_and_be_pipes) {
+  const std::string marked = file("marked.txt",
+                                  "\xef\xbb\xbf"
+                                  "6\n2\n");
+  EXPECT_EQ(run("explain --json --lengths " + marked).out, run("explain --json --lengths 6,2").out);
+  EXPECT_EQ(run("explain --json --lengths /dev/stdin < " + marked).out, run("explain --json --lengths 6,2").out);
+}
+
+TEST_F(Cli, one_is_singular) {
+  EXPECT_THAT(run("explain --lengths 1 --world 1").out,
+              HasSubstr("1 document in 1 x 1 row (1 real, 0 padding), 1 rank of 1 row,"));
+  EXPECT_THAT(run("explain --lengths 3,2 --world 2 --heads 2/1").out,
+              testing::AllOf(HasSubstr("1 row of padding added to 5"), HasSubstr("bytes for 1 KV head,")));
+  EXPECT_THAT(run("explain --lengths 1,3 --world 2 --exchange halo --no-causal").err, HasSubstr("rank 0 needs 2 rows"));
+  EXPECT_THAT(run("explain --lengths 1,2,1 --world 2 --exchange halo --no-causal").err, HasSubstr("needs 1 row of"));
+  const std::string out = run("run --lengths 1 --ranks 1 --threads 1 --heads 1 --dim 4").out;
+  for (const char* text :
+       {"1 document in 1 row\n", "with 1 thread each", "1 visible pair\n", "1 of 1 document in full"})
+    EXPECT_THAT(out, HasSubstr(text));
+}
+
+TEST_F(Cli, exit_codes_are_told_and_too_little_memory_has_its_own) {
+  for (const char* command : {"--help", "run --help"}) {
+    EXPECT_THAT(run(command).out, HasSubstr("2 "));
+    EXPECT_THAT(run(command).out, HasSubstr("3 "));
+    EXPECT_THAT(run(command).out, HasSubstr("memory"));
+  }
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer ends a process that asks for this much";
+#endif
+  const Result result = run("run --lengths 2000000000 --heads 512 --dim 512 --ranks 1");
+  EXPECT_EQ(result.code, 3) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("[cli] the call needs more memory than there is."));
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
 }
 
 // A right result of one document on one rank, and then a wrong element.
