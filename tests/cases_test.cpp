@@ -2,12 +2,14 @@
 // answers: q = 0 gives every visible key the same weight, so with v_j = j and dout = 1
 //   out_i = mean of the visible row numbers     dv_j = sum over the rows i that see j of 1 / n_i     dk = 0
 //   lse_i = ln n_i, n_i = number of keys that row i sees
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <sstream>
 
 #include "tests/harness.h"
+#include "tests/refusal.h"
 
 namespace blockcp {
 namespace {
@@ -166,13 +168,14 @@ std::vector<std::vector<int64_t>> sent_matrix(const Pack& pack, int world) {
 }
 
 // Random q, k, v and dout against the oracle.
-void expect_oracle(Probe probe) {
+void expect_oracle(const Probe& probe, double scale = 0.25) {
   const unsigned seed = std::random_device{}();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937 random(seed);
   const Globals in = random_globals(probe.pack, probe.shape, random);
-  const Results truth = dense<double>(probe.pack, probe.shape, 0.25, in);
-  probe.each([&](const Experiment& experiment, const Globals&, const Outcome&) {
+  const Results truth = dense<double>(probe.pack, probe.shape, scale, in);
+  probe.each([&](Experiment experiment, const Globals&, const Outcome&) {
+    experiment.scale = scale;
     const Results results = run(experiment, in).results;
     const std::vector<double> allowed = allowed_errors(experiment, in, truth);
     for (size_t i = 0; i < std::size(kTensors); ++i)
@@ -255,6 +258,25 @@ TEST(CasesKernel, KN_01_queries_are_the_last_rows_of_their_document) {
   Probe{docs({6, 2}), 2}.expect(numbers("0 .5 1 1.5 | 2 2.5 6 6.5"));
 }
 
+TEST(CasesKernel, KN_02_ways_to_say_unbounded_give_the_same_bits) {
+  std::vector<Results> first;  // by kernel and path
+  for (const Mask& mask : {windowed(std::nullopt), windowed(-1), windowed(-1, 0, true), windowed(std::nullopt, 0, true),
+                           windowed(8), windowed(80)}) {
+    SCOPED_TRACE(text(mask));
+    const Probe probe{docs({3, 5}, 0, mask), 2};
+    probe.expect(numbers("0 .5 1 3 | 3.5 4 4.5 5"));
+    std::mt19937 random(1);
+    const Globals in = random_globals(probe.pack, probe.shape, random);
+    size_t next = 0;
+    probe.each([&](const Experiment& experiment, const Globals&, const Outcome&) {
+      const Results results = run(experiment, in).results;
+      if (next == first.size()) first.push_back(results);
+      for (const auto& [name, tensor] : kTensors) EXPECT_EQ(results.*tensor, first[next].*tensor) << name;
+      ++next;
+    });
+  }
+}
+
 TEST(CasesKernel, KN_03_a_window_counts_the_row_itself) {
   Probe{docs({12}, 0, windowed(4)), 3}.expect(numbers("0 .5 1 1.5 | 2.5 3.5 4.5 5.5 | 6.5 7.5 8.5 9.5"));
   Probe{docs({12}, 0, windowed(1)), 3}.expect(numbers("0 1 2 3 | 4 5 6 7 | 8 9 10 11"));
@@ -297,6 +319,22 @@ TEST(CasesKernel, KN_11_hops_that_bring_nothing_visible) {
   ring(docs({4}, 12), 4).expect(numbers("0 .5 1 1.5 | 0 0 0 0 | 0 0 0 0 | 0 0 0 0"));
   ring(docs({2, 9, 1}), 3).expect(numbers("0 .5 2 2.5 | 3 3.5 4 4.5 | 5 5.5 6 11"));
   for (const Pack& pack : {docs({4, 4, 4, 4}), docs({4}, 12)}) expect_oracle(ring(pack, 4));
+}
+
+TEST(CasesKernel, KN_13_the_scale_reaches_every_path) {
+  const Probe probe{docs({7, 9}), 4, {}, {}, {DType::f32, 4, 2, 64, 64}};
+  for (double scale : {1.0, 0.125, 0.05}) {
+    SCOPED_TRACE(scale);
+    expect_oracle(probe, scale);
+  }
+  std::mt19937 random(std::random_device{}());
+  const Globals in = random_globals(probe.pack, probe.shape, random);
+  probe.each([&](Experiment experiment, const Globals&, const Outcome&) {
+    experiment.scale = 0.125;
+    const Results eighth = run(experiment, in).results;
+    experiment.scale = 1;
+    EXPECT_GT(distance(run(experiment, in).results.out, eighth.out), 0.01);
+  });
 }
 
 TEST(CasesKernel, KN_14_query_heads_read_their_own_kv_head) {
@@ -420,6 +458,53 @@ TEST(CasesExchange, EX_04_nothing_to_exchange) {
   expect_silence(docs({5, 7}), 1);
 }
 
+// What every rank of `world` says to `wrong`, which it must refuse before it sends anything; afterwards the group
+// completes an ordinary forward and backward of the experiment.
+std::vector<std::string> refusals(const Experiment& experiment, const std::function<void(Worker&)>& wrong) {
+  std::vector<std::string> messages(static_cast<size_t>(experiment.world));
+  std::mt19937 random(1);
+  const Globals in = random_globals(experiment.pack, experiment.shape, random);
+  const Planned planned(experiment.pack, experiment.world);
+  run_ranks(experiment.world, [&](Transport& transport) {
+    Worker worker(experiment, planned, in, transport);
+    messages[static_cast<size_t>(transport.rank())] = refusal([&] { wrong(worker); });
+    EXPECT_EQ(transport.bytes_sent() + transport.bytes_received(), 0);
+    worker.forward();
+    worker.backward();
+    EXPECT_GT(transport.bytes_sent() + transport.bytes_received(), 0);
+  });
+  return messages;
+}
+
+// The call of `worker` with another schedule and shape, in one direction.
+void attend(Worker& worker, Phase phase, const Schedule& schedule, const AttentionShape& shape, int64_t rows) {
+  const Call& own = worker.call;
+  const Call call{.schedule = schedule,
+                  .shape = shape,
+                  .batch = own.batch,
+                  .local_rows = rows,
+                  .scale = own.scale,
+                  .kernel = own.kernel,
+                  .transport = own.transport,
+                  .parallel = own.parallel,
+                  .needs_grad = own.needs_grad};
+  const BackwardTensors& t = worker.tensors;
+  phase == Phase::forward ? forward(call, {t.q, t.k, t.v, t.out, t.lse}) : backward(call, t);
+}
+
+TEST(CasesExchange, EX_15_a_plan_for_a_group_of_another_size_sends_nothing) {
+  const Planned two(docs({8}), 2);
+  for (Path path : kPaths)
+    for (Phase phase : {Phase::forward, Phase::backward})
+      for (const std::string& message :
+           refusals({.pack = docs({6, 10}), .world = 4, .path = Path::a2a}, [&](Worker& w) {
+             attend(w, phase, build_schedule(two.problem, path, w.call.transport.rank() % 2), w.call.shape, 4);
+           }))
+        EXPECT_EQ(message,
+                  "[engine] a plan must be used on the group it was made for, but this one is for rank 0 of 2, and the "
+                  "group has this rank as 0 of 4. Plan with the group's size. (rank 0 of 4)");
+}
+
 TEST(CasesExchange, EX_16_more_than_two_ranks) {
   const Pack four = docs({6, 2, 5, 3});
   EXPECT_EQ(rows_received(four, 4, Path::halo), (std::vector<int64_t>{0, 4, 0, 4}));
@@ -488,6 +573,32 @@ TEST(CasesBackward, BW_04_no_factor_of_the_world) {
   });
 }
 
+TEST(CasesBackward, BW_05_every_option_given_and_left_out) {
+  Mask windowed_spans = spans("0 0 1 1 | 0 2 2 2", 3);
+  for (const Mask& mask : {Mask{}, windowed(3), windowed(2, 1, false), windowed_spans}) {
+    SCOPED_TRACE(text(mask));
+    Probe probe{docs({3, 5}, 0, mask), 2};
+    probe.large = true;  // every kernel would say the same
+    std::mt19937 random(1);
+    const Globals in = random_globals(probe.pack, probe.shape, random);
+    for (const double scale : {0.25, 0.7}) expect_oracle(probe, scale);
+    probe.each([&](Experiment experiment, const Globals&, const Outcome&) {
+      const Results plain = run(experiment, in).results;
+      for (uint32_t needs_grad : {0, 1, 6, 7})
+        for (bool agree : {false, true})
+          for (Strides strides : {Strides::bhld, Strides::blhd, Strides::odd}) {
+            experiment.strides = strides;
+            const Results given = run(experiment, in, [&](Worker& worker) {
+                                    worker.call.needs_grad = needs_grad;
+                                    worker.call.agree = agree;
+                                    worker.call.number = 5;
+                                  }).results;
+            for (const auto& [name, tensor] : kTensors) ASSERT_EQ(given.*tensor, plain.*tensor) << name;
+          }
+    });
+  }
+}
+
 TEST(CasesBackward, BW_07_gradients_are_linear_in_dout) {
   Probe probe{docs({3, 5}), 2};
   std::mt19937 random(std::random_device{}());
@@ -526,6 +637,34 @@ TEST(CasesBackward, BW_09_keys_values_and_queries_may_be_one_tensor) {
         run(experiment, in, [](Worker& worker) { worker.tensors.v = worker.tensors.q = worker.tensors.k; }).results;
     for (const auto& [name, tensor] : kTensors) EXPECT_EQ(one.*tensor, clones.*tensor) << name;
   });
+}
+
+TEST(CasesIntegration, IN_03_another_mask_on_one_rank_is_one_error_and_none_is_dropped) {
+  const Experiment experiment{.pack = docs({6, 10}), .world = 4, .path = Path::a2a};
+  const Planned stricter(docs({6, 10}, 0, windowed(2)), 4), own(experiment.pack, 4);
+  for (Phase phase : {Phase::forward, Phase::backward})
+    for (const std::string& message : refusals(experiment, [&](Worker& w) {
+           const int rank = w.call.transport.rank();
+           const Problem& problem = rank == 2 ? stricter.problem : own.problem;
+           attend(w, phase, build_schedule(problem, Path::a2a, rank), w.call.shape, 4);
+         }))
+      EXPECT_THAT(message, testing::HasSubstr("use the same mask, but rank 2 differs from rank 0 (causal, window 2 vs "
+                                              "causal)"));
+  // The stricter mask on all ranks is the one that counts.
+  Probe{docs({6, 10}, 0, windowed(2)), 4}.expect(
+      numbers("0 .5 1.5 2.5 | 3.5 4.5 6 6.5 | 7.5 8.5 9.5 10.5 | 11.5 12.5 13.5 14.5"));
+}
+
+TEST(CasesValidation, VA_01_head_counts_that_do_not_divide_are_one_error_naming_both) {
+  for (const auto& [q_heads, kv_heads] : std::vector<std::pair<int64_t, int64_t>>{{28, 8}, {4, 3}, {2, 4}, {4, 0}})
+    for (int bad_rank : {0, 1, -1})  // -1: all
+      for (const std::string& message : refusals({.pack = docs({3, 5}), .world = 2}, [&](Worker& w) {
+             AttentionShape shape = w.call.shape;
+             if (bad_rank == -1 || bad_rank == w.call.transport.rank())
+               shape.q_heads = q_heads, shape.kv_heads = kv_heads;
+             attend(w, Phase::forward, w.call.schedule, shape, 4);
+           }))
+        EXPECT_THAT(message, testing::HasSubstr(fmt::format("they are {} and {}.", kv_heads, q_heads)));
 }
 
 TEST(CasesMemory, PM_06_bytes_are_those_of_the_kv_heads) {
