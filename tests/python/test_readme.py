@@ -31,6 +31,19 @@ def test_readme_links_exist():
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
+def test_the_seed_map_names_tests_that_exist():
+    rows = re.findall(r"^\| (?!name|---)(.*) \|$", (ROOT / "docs/seed-map.md").read_text(), flags=re.MULTILINE)
+    cells = [row.split(" | ")[4] for row in rows]
+    assert len(cells) > 50
+    for cell in cells:
+        named = re.findall(r"`(\w+\.(?:py|cpp))`: ((?:`\w+`(?:, )?)+)", cell)
+        assert named or cell.startswith("none: "), cell
+        for file, tests in named:
+            text = (ROOT / "tests" / ("python" if file.endswith("py") else "") / file).read_text()
+            for test in re.findall(r"`(\w+)`", tests):
+                assert re.search(rf"\bdef {test}\(|^TEST.*\b{test}\b", text, flags=re.MULTILINE), (file, test)
+
+
 @pytest.mark.dist
 def test_python_quickstart_runs():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
