@@ -119,10 +119,9 @@ class Plan:
 
     def __repr__(self) -> str:
         paths = ", ".join(f"{name}: {choice.path}" for name, choice in self.choice.items())
-        return (
-            f"Plan(rank {self.rank} of {self.world_size}, {self.documents} documents in {self.batch} x {self.rows} "
-            f"rows, {paths})"
-        )
+        documents = f"{self.documents} document{'' if self.documents == 1 else 's'}"
+        rows = f"{self.batch} x {self.rows} row{'' if self.rows == 1 else 's'}"
+        return f"Plan(rank {self.rank} of {self.world_size}, {documents} in {rows}, {paths})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self._inputs,)

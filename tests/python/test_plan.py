@@ -134,6 +134,11 @@ def test_pickling_pickles_the_inputs():
     assert again.handle.item() != plan.handle.item()
 
 
+def test_the_words_of_a_plan():
+    assert repr(blockcp.plan(lengths=[1])) == "Plan(rank 0 of 1, 1 document in 1 x 1 row, full: halo)"
+    assert repr(blockcp.plan(lengths=[1, 2])) == "Plan(rank 0 of 1, 2 documents in 1 x 3 rows, full: halo)"
+
+
 def test_a_plan_is_a_leaf():
     plan = blockcp.plan(lengths=[3])
     assert pytree.tree_leaves({"plan": plan, "x": 1}) == [plan, 1]
