@@ -24,6 +24,12 @@ def test_readme_shows_the_file(path):
     assert examples()[path] == (ROOT / path).read_text()
 
 
+def test_examples_are_short():
+    for path, text in examples().items():
+        code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith(("#!", "# ", "//"))]
+        assert len(code) <= 15, path
+
+
 def test_readme_links_exist():
     prose = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)#]+)\)", prose)
