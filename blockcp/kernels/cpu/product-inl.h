@@ -54,9 +54,14 @@ class Micro {
     const int64_t all = up(p.first[kRows - 1]), some = p.end[0] / kTerms<E>, last = up(p.end[kRows - 1]);
     int64_t t = p.first[0] / kTerms<E>;
     for (; t < HWY_MIN(all, last); ++t) tile.add_some(p, t);
+    if (t < some && some >= last) {
+      tile.add_all(p, t, some - 1);
+      return p.keep == nullptr ? tile.template finish<false, true>(p, some - 1)
+                               : tile.template finish<true, true>(p, some - 1);
+    }
     if (t < some) tile.add_all(p, t, some);
     for (t = HWY_MAX(t, some); t < last; ++t) tile.add_some(p, t);
-    tile.finish(p);
+    p.keep == nullptr ? tile.template finish<false, false>(p, last) : tile.template finish<true, false>(p, last);
   }
 
  private:
@@ -75,24 +80,38 @@ class Micro {
     }
   }
 
-  HWY_INLINE void finish(const Product<E>& p) {
-    if (p.keep == nullptr) {
+  // Adds element t, if there is a last one to add, and stores each row while the next one is added: stores in one burst
+  // would hold up what comes next.
+  template <bool kKeep, bool kLast>
+  HWY_INLINE void finish(const Product<E>& p, int64_t t) {
+    const E* a = p.a + t * (kAlong == Along::columns ? 1 : p.a_ld);
+    V column[kVectors];
+    if constexpr (kLast) load_row(p.b + t * p.b_ld, column);
 #pragma GCC unroll kUnroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll kUnroll
-        for (int v = 0; v < kVectors; ++v) hn::Store(sum[i][v], tag, p.c + i * p.c_ld + v * kLanes<T>);
-      }
-    } else {
-#pragma GCC unroll kUnroll
-      for (int i = 0; i < kRows; ++i) {
-        const V keep = hn::Set(tag, p.keep[i]);
-#pragma GCC unroll kUnroll
-        for (int v = 0; v < kVectors; ++v) {
-          T* c = p.c + i * p.c_ld + v * kLanes<T>;
-          hn::Store(hn::MulAdd(hn::Load(tag, c), keep, sum[i][v]), tag, c);
-        }
-      }
+    for (int i = 0; i <= kRows; ++i) {
+      if (kLast && i < kRows) add_row(i, at(a, p.a_ld, i), column);
+      if (i > 0) store_row<kKeep>(p, i - 1);
     }
+  }
+
+  template <bool kKeep>
+  HWY_INLINE void store_row(const Product<E>& p, int i) {
+    T* c = p.c + i * p.c_ld;
+    const V keep = kKeep ? hn::Set(tag, p.keep[i]) : hn::Zero(tag);
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v, c += kLanes<T>) {
+      hn::Store(kKeep ? hn::MulAdd(hn::Load(tag, c), keep, sum[i][v]) : sum[i][v], tag, c);
+    }
+  }
+
+  static HWY_INLINE void load_row(const E* b, V (&column)[kVectors]) {
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v) column[v] = load_elements(b + v * kLanes<T>);
+  }
+
+  HWY_INLINE void add_row(int i, V factor, const V (&column)[kVectors]) {
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add<E>(factor, column[v], sum[i][v]);
   }
 
   static HWY_INLINE V at(const E* a, int64_t a_ld, int i) {
@@ -117,14 +136,9 @@ class Micro {
 
   HWY_INLINE void add_element(const E* a, int64_t a_ld, const E* b) {
     V column[kVectors];
+    load_row(b, column);
 #pragma GCC unroll kUnroll
-    for (int v = 0; v < kVectors; ++v) column[v] = load_elements(b + v * kLanes<T>);
-#pragma GCC unroll kUnroll
-    for (int i = 0; i < kRows; ++i) {
-      const V factor = at(a, a_ld, i);
-#pragma GCC unroll kUnroll
-      for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add<E>(factor, column[v], sum[i][v]);
-    }
+    for (int i = 0; i < kRows; ++i) add_row(i, at(a, a_ld, i), column);
   }
 
   HWY_INLINE void add_some(const Product<E>& p, int64_t t) {
