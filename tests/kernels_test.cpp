@@ -293,6 +293,31 @@ TEST_P(KernelTypes, KE_07_same_bits_in_any_place_on_any_threads) {
   }
 }
 
+// Long documents before short ones, more of them than threads and fewer: how chains share slots and threads.
+TEST_P(KernelTypes, KE_07_same_bits_for_documents_in_any_order_on_many_threads) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  const std::vector<Kernel> kernels = kernels_here(false, GetParam());
+  for (int draw = 0; draw < 8; ++draw) {
+    std::vector<int64_t> lengths;
+    for (int64_t n = 2 + up_to(random, 4); n > 0; --n) lengths.push_back(1 + up_to(random, 700));
+    if (draw % 2 == 0) std::sort(lengths.rbegin(), lengths.rend());
+    const int64_t kv_heads = 1 + up_to(random, 2);
+    const Problem problem(random, {GetParam(), 2 * kv_heads, kv_heads, 24, 8}, causal(lengths));
+    const Kernel& kernel = kernels[static_cast<size_t>(up_to(random, std::ssize(kernels) - 1))];
+    const Result one = run(kernel, problem, {.whole = true});
+    for (const int threads : {2, 3, 8, 16}) {
+      SCOPED_TRACE(testing::Message() << kernel.name << ", draw " << draw << ", " << threads << " threads");
+      const Result many = run(kernel, problem, {.threads = threads, .whole = true});
+      expect_same_bits(one.out, many.out, "out");
+      expect_same_bits(one.dq, many.dq, "dq");
+      expect_same_bits(one.dk, many.dk, "dk");
+      expect_same_bits(one.dv, many.dv, "dv");
+    }
+  }
+}
+
 Values rows_of(const Values& values, int64_t first, int64_t count) {
   Values part(count, values.heads, values.width);
   for (int64_t i = 0; i < count; ++i) {
@@ -638,6 +663,31 @@ TEST(CasesKernel, KN_09_logits_of_a_million) {
         for (int64_t i = 0; i < 8; ++i) {
           const double logit = -1000 * k, n = static_cast<double>(i % 4 + 1);
           EXPECT_NEAR(result.lse.at(i, 0), logit + std::log(n), std::fabs(logit) * (type == DType::f64 ? 1e-14 : 2e-7));
+        }
+      }
+    }
+  }
+}
+
+// The last key of each row has the largest score by so much that it alone counts, but a rounding of the score is an
+// exponent of hundreds.
+TEST(CasesKernel, KN_09_logits_of_billions) {
+  for (const DType type : {DType::f32, DType::bf16, DType::f64}) {
+    for (const double scale : {1.0, -1.0}) {
+      Problem problem = mean_problem({type, 1, 1, 2, 1}, causal({60, 4}));
+      problem.scale = scale;
+      for (int64_t i = 0; i < 64; ++i) {
+        for (int64_t c = 0; c < 2; ++c) {
+          problem.q.at(i, 0, c) = scale * 0x1.86p16;
+          problem.k.at(i, 0, c) = 0x1.2ap10 * static_cast<double>(i + 1);
+        }
+      }
+      for (const Kernel& kernel : kernels_here(false, type)) {
+        SCOPED_TRACE(testing::Message() << kernel.name << ", scale " << scale);
+        const Result result = run(kernel, problem);
+        for (int64_t i = 0; i < 64; ++i) {
+          EXPECT_EQ(result.out.at(i, 0, 0), problem.v.at(i, 0, 0)) << "row " << i;
+          EXPECT_TRUE(std::isfinite(result.lse.at(i, 0)));
         }
       }
     }

@@ -260,17 +260,16 @@ class Backward {
 
   void plan_slots() {
     int64_t rows = 0;
+    std::vector<int64_t> items;  // of each chain with a slot
     for (const Item& item : items_) {
       if (item.chain < 0) continue;
       rows = std::max(rows, block_of(item).q_count * args_.shape.group());
-      items_before_.resize(static_cast<size_t>(item.chain) + 1);
+      items.resize(std::max(items.size(), static_cast<size_t>(item.chain) + 1));
+      ++items[static_cast<size_t>(item.chain)];
     }
-    const size_t count = std::min(most_beside_, items_before_.size());
+    const size_t count = std::min(most_beside_, items.size());
     for (size_t i = 0; i < count; ++i) slots_.push_back(std::make_unique<Slot<T>>(rows, sizes_.key_width));
-    std::vector<int64_t> items(items_before_.size());
-    for (const Item& item : items_) {
-      if (item.chain >= 0) ++items[static_cast<size_t>(item.chain)];
-    }
+    items_before_.resize(items.size());
     for (size_t c = count; c < items.size(); ++c) items_before_[c] = items_before_[c - count] + items[c - count];
   }
 

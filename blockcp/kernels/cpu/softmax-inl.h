@@ -86,11 +86,11 @@ HWY_INLINE Vector<T> exp2(Vector<T> x) {
 }
 
 // Scores base 2, less something, from the products of queries and keys. Where packed queries carry the factor already,
-// it is 1 here.
+// it is 1 here. Not fused: the largest score less itself must be 0, however large it is.
 template <class E>
 HWY_INLINE Vector<Sum<E>> scaled(Vector<Sum<E>> product, Vector<Sum<E>> factor, Vector<Sum<E>> less) {
   if constexpr (kTerms<E> == 1) return hn::Sub(product, less);
-  return hn::MulSub(product, factor, less);
+  return hn::Sub(hn::Mul(product, factor), less);
 }
 
 // Columns outside [first, end) become `hidden`, in those steps of `step` columns that hold some inside.
