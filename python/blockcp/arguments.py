@@ -91,7 +91,7 @@ def as_int(value: Any, what: str) -> int:
     if number is None:
         raise ValueError(f"{what} must be an integer, but it is {seen(value)}.")
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{what} must fit into 64 bits, but it is {number}.")
+        raise ValueError(f"{what} must fit into 64 bits, but it is {seen(number)}.")
     return number
 
 

@@ -39,6 +39,9 @@ def shard(batch: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         raise ValueError(f"[shard] plan must be what blockcp.plan returns, but it is {seen(plan)}.")
     if not isinstance(batch, Mapping):
         raise ValueError(f"[shard] batch must be a dict of tensors by name, but it is {seen(batch)}.")
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and not labels.dtype.is_signed:
+        raise ValueError(f"[shard] labels must be signed, for -100 is no label, but they are {labels.dtype}.")
     result: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "attention_mask" or _is_square_mask(name, value, plan):

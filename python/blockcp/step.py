@@ -39,9 +39,10 @@ class Step:
 
     Where activations are checkpointed, the backward belongs inside the step: a recomputation after it would call
     torch's own attention. With ``use_reentrant=True`` leaving a step before its backward is a RuntimeError, and so is a
-    backward outside it; with ``use_reentrant=False`` torch raises a CheckpointError in the backward. Nothing is waited
-    for under ``torch.no_grad()``, where the graph is gone, and for calls of :func:`blockcp.attention`, which carry
-    their plan.
+    backward outside it; with ``use_reentrant=False`` torch raises a CheckpointError in a backward outside all steps. In
+    another step, or in one with another mask, such a recomputation takes that one's plan, and nothing notices. Of other
+    checkpoints those are known whose ``forward(ctx, ...)`` runs the function. Nothing is waited for under
+    ``torch.no_grad()``, where the graph is gone, and for calls of :func:`blockcp.attention`, which carry their plan.
 
     ``torch.compile`` takes the calls into its graph, with ``fullgraph=True`` too if the step is opened outside. A new
     plan is no new compilation as long as its batch and rows are the same.
@@ -57,7 +58,7 @@ class Step:
             raise ValueError(f"[step] plan must be what blockcp.plan returns, but it is {plan!r}.")
         if mask is None and len(plan.choice) == 1:
             mask = next(iter(plan.choice))
-        if mask is not None and mask not in plan.choice:
+        if mask is not None and (not isinstance(mask, str) or mask not in plan.choice):
             raise ValueError(f"[step] mask must be one of the plan's {list(plan.choice)}, but it is {mask!r}.")
         self.plan, self.mask = plan, mask
         self.group = group_name(group, plan.world_size)

@@ -179,6 +179,7 @@ def test_torch_of_another_release_is_refused():
         ({"lengths": [3, True]}, "lengths[1] must be an integer, but it is True"),
         ({"lengths": torch.ones(2, dtype=torch.bool)}, "True or False"),
         ({"lengths": [[3], [2**70]]}, f"lengths[1][0] must fit into 64 bits, but it is {2**70}"),
+        ({"lengths": [10**5000]}, "lengths[0] must fit into 64 bits, but it is int that cannot be printed"),
         ({"lengths": [1.5]}, "lengths[0] must be an integer, but it is 1.5"),
         ({"lengths": ["a"]}, "'a'"),
         ({"lengths": {3: 5}}, "{3: 5}"),

@@ -98,6 +98,13 @@ def test_only_masks_of_the_whole_square_are_dropped():
     assert set(got) == {"pixels", "position_ids"} and got["pixels"] is image
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_labels_that_cannot_say_that_there_is_none_are_refused(dtype):
+    plan = blockcp.plan(lengths=[4], world_size=2, rank=0)
+    with pytest.raises(ValueError, match=rf"^\[shard\] labels must be signed, .* {dtype}\.$"):
+        blockcp.shard({"labels": torch.ones(1, 4, dtype=dtype)}, plan)
+
+
 def there_and_back(rank, world):
     plan = blockcp.plan(lengths=[3, 4], world_size=world, rank=rank, pad=True)
     x = torch.randn(1, 7, 2, generator=torch.Generator().manual_seed(2))

@@ -215,6 +215,9 @@ def test_a_step_of_several_masks_needs_to_be_told_which():
         with pytest.raises(ValueError, match="mask"):
             with blockcp.step(plan):
                 F.scaled_dot_product_attention(q, q, q, attn_mask=attn_mask)
+    for name in ("c", ["a"], 1):
+        with pytest.raises(ValueError, match=r"^\[step\] mask must be one of"):
+            blockcp.step(plan, mask=name)
     with blockcp.step(plan, mask="b"):
         got = F.scaled_dot_product_attention(q, q, q)
     assert torch.equal(got, blockcp.attention(q, q, q, plan, mask="b"))
