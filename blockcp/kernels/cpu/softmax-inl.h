@@ -71,10 +71,10 @@ HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #else
   const Tag<T> tag;
   const auto lowest = hn::Set(tag, Exp2<T>::kLowest);
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
-  x = hn::Max(lowest, x);  // of a number and NaN, the second operand there, and NaN here
+#if HWY_TARGET == HWY_AVX2
+  x = hn::Max(lowest, x);  // if one is NaN, the second operand
 #else
-  x = hn::IfThenElse(hn::Lt(x, lowest), lowest, x);  // not a maximum, of which some lose NaN
+  x = hn::IfThenElse(hn::Lt(x, lowest), lowest, x);  // other maxima lose NaN
 #endif
   const auto n = hn::Floor(x);
   // 2^n, which is 0 for the lowest n. A product, not a sum of exponents, so that no NaN is lost.
