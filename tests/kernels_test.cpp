@@ -299,15 +299,15 @@ TEST_P(KernelTypes, KE_07_same_bits_for_documents_in_any_order_on_many_threads) 
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
   const std::vector<Kernel> kernels = kernels_here(false, GetParam());
-  for (int draw = 0; draw < 8; ++draw) {
+  for (int draw = 0; draw < 4; ++draw) {
     std::vector<int64_t> lengths;
-    for (int64_t n = 2 + up_to(random, 4); n > 0; --n) lengths.push_back(1 + up_to(random, 700));
+    for (int64_t n = 2 + up_to(random, 4); n > 0; --n) lengths.push_back(1 + up_to(random, 600));
     if (draw % 2 == 0) std::sort(lengths.rbegin(), lengths.rend());
     const int64_t kv_heads = 1 + up_to(random, 2);
     const Problem problem(random, {GetParam(), 2 * kv_heads, kv_heads, 24, 8}, causal(lengths));
     const Kernel& kernel = kernels[static_cast<size_t>(up_to(random, std::ssize(kernels) - 1))];
     const Result one = run(kernel, problem, {.whole = true});
-    for (const int threads : {2, 3, 8, 16}) {
+    for (const int threads : {2, 3, 8}) {
       SCOPED_TRACE(testing::Message() << kernel.name << ", draw " << draw << ", " << threads << " threads");
       const Result many = run(kernel, problem, {.threads = threads, .whole = true});
       expect_same_bits(one.out, many.out, "out");
