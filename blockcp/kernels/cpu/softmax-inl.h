@@ -85,12 +85,12 @@ HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #endif
 }
 
-// Scores base 2, less something, from the products of queries and keys. Where packed queries carry the factor already,
-// it is 1 here. Not fused: the largest score less itself must be 0, however large it is.
+// Scores base 2 from the products of queries and keys. Where packed queries carry the factor already, it is 1 here.
+// Nothing is fused with it: the largest score less itself must be 0, however large it is.
 template <class E>
-HWY_INLINE Vector<Sum<E>> scaled(Vector<Sum<E>> product, Vector<Sum<E>> factor, Vector<Sum<E>> less) {
-  if constexpr (kTerms<E> == 1) return hn::Sub(product, less);
-  return hn::Sub(hn::Mul(product, factor), less);
+HWY_INLINE Vector<Sum<E>> scaled(Vector<Sum<E>> product, Vector<Sum<E>> factor) {
+  if constexpr (kTerms<E> == 1) return product;
+  return hn::Mul(product, factor);
 }
 
 // Columns outside [first, end) become `hidden`, in those steps of `step` columns that hold some inside.
@@ -136,12 +136,12 @@ class Softmax {
   HWY_INLINE T top_of(int64_t r) const {
     T* scores = tile_.weights.row(r);
     const int64_t end = seen_.end_key[r];
-    const V factor = hn::Set(tag, tile_.score_factor), zero = hn::Zero(tag);
+    const V factor = hn::Set(tag, tile_.score_factor);
     hide_others(scores, seen_.first_key[r], end, kStep,
                 tile_.score_factor < 0 ? -kMinusInfinity<T> : kMinusInfinity<T>);
     V top = hn::Set(tag, tile_.top[r]);
     for (int64_t c = from(r); c < end; c += kLanes<T>) {
-      top = hn::Max(top, scaled<E>(hn::Load(tag, scores + c), factor, zero));
+      top = hn::Max(top, scaled<E>(hn::Load(tag, scores + c), factor));
     }
     return hn::GetLane(hn::MaxOfLanes(tag, top));
   }
@@ -158,7 +158,8 @@ class Softmax {
   HWY_INLINE T weigh(int64_t r) const {
     T* scores = tile_.weights.row(r);
     const V factor = hn::Set(tag, tile_.score_factor), less = base(hn::Set(tag, tile_.top[r]));
-    const auto weight = [&](int64_t c) HWY_ATTR { return exp2<T>(scaled<E>(hn::Load(tag, scores + c), factor, less)); };
+    const auto weight = [&](int64_t c)
+                            HWY_ATTR { return exp2<T>(hn::Sub(scaled<E>(hn::Load(tag, scores + c), factor), less)); };
     V sums = hn::Zero(tag);
     for (int64_t c = from(r); c < seen_.end_key[r]; c += kStep) {
       const V first = weight(c);
@@ -191,7 +192,7 @@ struct Weigher {
         ds_factor(hn::Set(Tag<T>(), tile.through[r] * tile.ds_factor)),
         delta(hn::Set(Tag<T>(), tile.through[r] * tile.ds_factor * tile.delta[r])) {}
 
-  HWY_INLINE V p(V product) const { return exp2<T>(scaled<E>(product, score_factor, lse)); }
+  HWY_INLINE V p(V product) const { return exp2<T>(hn::Sub(scaled<E>(product, score_factor), lse)); }
   // p (<dout, v> - delta), or 0 for a row that sees a single key.
   HWY_INLINE V ds(V p, V dp) const { return hn::Mul(p, hn::MulSub(dp, ds_factor, delta)); }
 };
