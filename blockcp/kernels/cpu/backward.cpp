@@ -269,8 +269,7 @@ class Backward {
     }
     const size_t count = std::min(most_beside_, items.size());
     for (size_t i = 0; i < count; ++i) slots_.push_back(std::make_unique<Slot<T>>(rows, sizes_.key_width));
-    items_before_.resize(items.size());
-    for (size_t c = count; c < items.size(); ++c) items_before_[c] = items_before_[c - count] + items[c - count];
+    items_before_ = items_before(items, count);
   }
 
   Slot<T>* slot_of(const Item& item) const {

@@ -16,7 +16,6 @@ namespace {
 struct Unit {
   int32_t block, kv_head;
   int64_t tiles;
-  int64_t slot_items;  // items of earlier units in the same slot
 };
 
 struct Item {
@@ -159,14 +158,10 @@ class Forward {
       most_blocks_ = std::max(most_blocks_, KeyGrid(block, sizes_.key_block).count());
       const bool whole = work_of(block) <= small;
       for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
-        add_unit({static_cast<int32_t>(b), static_cast<int32_t>(h), tiles, 0}, whole ? tiles : 1);
+        add_unit({static_cast<int32_t>(b), static_cast<int32_t>(h), tiles}, whole ? tiles : 1);
       }
     }
-    // How many items use a unit's slot before it does.
-    const size_t slots = slot_count();
-    for (size_t u = slots; u < units_.size(); ++u) {
-      units_[u].slot_items = units_[u - slots].slot_items + items_of_unit_[u - slots];
-    }
+    items_before_ = items_before(items_of_unit_, slot_count());
   }
 
   void add_unit(const Unit& unit, int64_t tiles_per_item) {
@@ -184,7 +179,7 @@ class Forward {
     const AttentionBlock& block = args_.blocks[static_cast<size_t>(unit.block)];
     const KeyGrid grid(block, sizes_.key_block);
     Slot<E>& slot = *slots_[static_cast<size_t>(item.unit) % slots_.size()];
-    slot.turns().enter(unit.slot_items);
+    slot.turns().enter(items_before_[static_cast<size_t>(item.unit)]);
     // Threads take turns, so that this one's next item is probably as many further on as there are threads.
     const size_t next = index + scratch_.size();
     for (int64_t t = item.tile_begin; t < item.tile_end; ++t) {
@@ -317,7 +312,7 @@ class Forward {
   const Factors<E> factors_;
   const Sizes sizes_;
   std::vector<Unit> units_;
-  std::vector<int64_t> items_of_unit_;
+  std::vector<int64_t> items_of_unit_, items_before_;  // before: of earlier units in the same slot
   std::vector<Item> items_;
   int64_t most_blocks_ = 0;
   std::vector<std::unique_ptr<Scratch<E>>> scratch_;

@@ -85,6 +85,13 @@ class Turns {
   alignas(kAlignment) std::atomic<int64_t> left_{0};
 };
 
+// For each unit, the items of earlier units in the same slot, of slots that units take in turn.
+inline std::vector<int64_t> items_before(const std::vector<int64_t>& items_of_unit, size_t slots) {
+  std::vector<int64_t> before(items_of_unit.size());
+  for (size_t u = slots; u < before.size(); ++u) before[u] = before[u - slots] + items_of_unit[u - slots];
+  return before;
+}
+
 inline Strided at(DType type, const Rows& rows, int64_t row, int64_t head, int64_t step) {
   auto* data = static_cast<char*>(rows.data) + size_of(type) * (row * rows.row + head * rows.head);
   return {type, data, step, rows.col};
