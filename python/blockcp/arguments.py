@@ -117,6 +117,12 @@ def as_integers(value: Any, what: str) -> torch.Tensor:
     raise ValueError(f"{what} must be integers, but it is {seen(value)}.")
 
 
+def no_bools(numbers: torch.Tensor, what: str) -> torch.Tensor:
+    if numbers.dtype == torch.bool:
+        raise ValueError(f"{what} must be integers, but they are bool, True or False.")
+    return numbers
+
+
 def _from_tensor(value: torch.Tensor, what: str) -> torch.Tensor:
     if value.is_nested or value.layout != torch.strided:
         raise ValueError(f"{what} must be dense, but it is {'nested' if value.is_nested else value.layout}.")

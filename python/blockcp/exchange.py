@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from blockcp._library import ops
-from blockcp.arguments import as_int, check_tensors, seen, trouble_of
+from blockcp.arguments import as_int, as_integers, check_tensors, no_bools, seen, trouble_of
 from blockcp.groups import group_name, rank_and_size
 
 # Which local rows are sent, how many to every rank, and how many come from every rank.
@@ -91,7 +91,8 @@ def needed_rows(
     place = place_in(group)
 
     def moves(rows: int) -> Moves:
-        return _rows(send_index), _splits(in_splits, "in_splits"), _splits(out_splits, "out_splits")
+        index = no_bools(as_integers(send_index, "[exchange] send_index"), "[exchange] send_index")
+        return index, _splits(in_splits, "in_splits"), _splits(out_splits, "out_splits")
 
     return _move(x, place, dim, moves)
 
@@ -137,19 +138,6 @@ def _move(x: torch.Tensor, place: Place, dim: int, moves: Callable[[int], Moves]
     except Exception as error:
         refuse(place.name, trouble_of(error, "exchange"))
     return ops.move_rows(x, index, place.name, in_splits, out_splits, dim)
-
-
-def _rows(send_index: Any) -> torch.Tensor:
-    try:
-        index = torch.as_tensor(send_index).to("cpu")
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"[exchange] send_index must be integers, one a row, but it is {seen(send_index)}.") from None
-    check_tensors("exchange", 1, send_index=index)
-    if index.numel() == 0:
-        return torch.zeros(0, dtype=torch.int64, device="cpu")
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise ValueError(f"[exchange] send_index must be integers, one a row, but they are {index.dtype}.")
-    return index
 
 
 def _splits(splits: Any, name: str) -> list[int]:

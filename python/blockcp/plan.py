@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blockcp._library import ops
-from blockcp.arguments import as_int, as_integers, is_number, seen
+from blockcp.arguments import as_int, as_integers, is_number, no_bools, seen
 from blockcp.groups import rank_and_size
 from blockcp.mask import Mask
 
@@ -231,9 +231,9 @@ def _bounded(value: Any, what: str, least: int) -> int:
 def _documents(source: str, value: Any) -> Any:
     """A copy that later changes of the caller's numbers do not reach; lengths as one tensor a sequence."""
     if source == "lengths":
-        return [_no_bools(part, source) for part in _lengths(value)]
+        return [no_bools(part, "[plan] lengths") for part in _lengths(value)]
     numbers = as_integers(value, f"[plan] {source}")
-    return numbers if source == "doc_ids" else _no_bools(numbers, source)
+    return numbers if source == "doc_ids" else no_bools(numbers, f"[plan] {source}")
 
 
 def _lengths(value: Any) -> list[torch.Tensor]:
@@ -250,12 +250,6 @@ def _lengths(value: Any) -> list[torch.Tensor]:
     if whole.dim() not in (1, 2):
         raise ValueError(f"[plan] lengths must have the shape [n] or [B, n], but it is {list(whole.shape)}.")
     return [whole] if whole.dim() == 1 else list(whole)
-
-
-def _no_bools(numbers: torch.Tensor, name: str) -> torch.Tensor:
-    if numbers.dtype == torch.bool:
-        raise ValueError(f"[plan] {name} must be integers, but they are True or False.")
-    return numbers
 
 
 def _named(masks: Mapping[str, Mask] | Mask | None) -> dict[str, Mask]:
