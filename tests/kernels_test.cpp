@@ -361,6 +361,43 @@ TEST_P(KernelTypes, written_and_added_gradients) {
   }
 }
 
+// Queries [first, first + count) of a single causal document, with the keys from k_pos on.
+Problem part_of(const Problem& whole, int64_t first, int64_t count, int64_t k_pos, const std::vector<int64_t>& pieces) {
+  Problem part = whole;
+  part.q = rows_of(whole.q, first, count);
+  part.dout = rows_of(whole.dout, first, count);
+  part.k = rows_of(whole.k, k_pos, first + count - k_pos);
+  part.v = rows_of(whole.v, k_pos, first + count - k_pos);
+  part.documents = {{0, count, first, 0, k_pos, pieces, whole.documents[0].band}};
+  return part;
+}
+
+// Scores double from one key block to the next, so that what weights are relative to moves, in some rows and blocks and
+// not in others beside them.
+TEST_P(KernelTypes, KN_09_logits_that_grow_along_the_document) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  const int64_t rows = 1100;
+  Problem whole(random, {GetParam(), 3, 1, 24, 33}, causal({rows}));
+  whole.scale = .4;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t c = 0; c < whole.k.width; ++c) whole.k.at(i, 0, c) *= std::ldexp(1., static_cast<int>(i / 256));
+  }
+  expect_all_right(whole, {.whole = true});
+  for (const Kernel& kernel : kernels_here(true, GetParam())) {
+    SCOPED_TRACE(kernel.name);
+    const Result expected = run(kernel, whole, {.whole = true});
+    for (int n = 0; n < 4; ++n) {
+      const int64_t first = up_to(random, rows - 1), count = 1 + up_to(random, rows - first - 1);
+      const Result result = run(kernel, part_of(whole, first, count, 0, {first + count}), {.whole = true});
+      expect_same_bits(result.out, rows_of(expected.out, first, count), "out");
+      expect_same_bits(result.lse, rows_of(expected.lse, first, count), "lse");
+      expect_same_bits(result.dq, rows_of(expected.dq, first, count), "dq");
+    }
+  }
+}
+
 // Queries cut into runs, each with only the keys that its window reaches, in pieces.
 TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
   const uint64_t seed = fresh_seed();
@@ -376,14 +413,9 @@ TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
         const int64_t first = up_to(random, rows - 1), count = 1 + up_to(random, rows - first - 1);
         const int64_t reach = window == Band::kUnbounded ? 0 : std::max<int64_t>(0, first - window + 1);
         const int64_t k_pos = up_to(random, reach), keys = first + count - k_pos;
-        Problem part = whole;
-        part.q = rows_of(whole.q, first, count);
-        part.dout = rows_of(whole.dout, first, count);
-        part.k = rows_of(whole.k, k_pos, keys);
-        part.v = rows_of(whole.v, k_pos, keys);
         const int64_t cut = up_to(random, keys), cut2 = cut + up_to(random, keys - cut);
-        part.documents = {{0, count, first, 0, k_pos, {cut, cut2 - cut, 0, keys - cut2}, whole.documents[0].band}};
-        const Result result = run(kernel, part, {.threads = 3, .whole = true});
+        const Result result = run(kernel, part_of(whole, first, count, k_pos, {cut, cut2 - cut, 0, keys - cut2}),
+                                  {.threads = 3, .whole = true});
         expect_same_bits(result.out, rows_of(expected.out, first, count), "out");
         expect_same_bits(result.lse, rows_of(expected.lse, first, count), "lse");
         expect_same_bits(result.dq, rows_of(expected.dq, first, count), "dq");

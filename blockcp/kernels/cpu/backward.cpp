@@ -88,7 +88,7 @@ struct Scratch {
   }
 
   BackwardKeys<E> keys(int64_t count) const {
-    return {count, of_terms(k, k_pairs), k_panels.get(), v_panels.get(), dk, dv, ones.data()};
+    return {count, of_terms(k, k_pairs), k_panels.get(), v_panels.get(), dk, dv};
   }
   BackwardTile<E> tile(int64_t rows, const Factors<E>& factors) {
     return {.rows = rows,
@@ -100,10 +100,9 @@ struct Scratch {
             .ds = ds,
             .ds_rows = ds_of_rows(),
             .score_factor = factors.score,
-            .ds_factor = factors.ds,
             .lse = lse(),
+            .ds_factor = ds_factor(),
             .delta = delta(),
-            .through = through(),
             .ahead = &ahead};
   }
   static const PackedBuffer<E>& of_terms(const PackedBuffer<E>& rows, const PackedBuffer<E>& pairs) {
@@ -115,7 +114,7 @@ struct Scratch {
   }
   T* lse() const { return numbers.get(); }
   T* delta() const { return numbers.get() + tile_rows; }
-  T* through() const { return numbers.get() + 2 * tile_rows; }
+  T* ds_factor() const { return numbers.get() + 2 * tile_rows; }
 
   PackedBuffer<E> k, v, q, dout, k_pairs, q_pairs, dout_pairs, ds_rows;
   PackedBuffer<T> dk, dv, dq, p, ds, some_out, some_dout;
@@ -490,11 +489,12 @@ class Backward {
     }
     if (needs_delta) compute_delta(rows, block, scratch);
     rows.each([&](int64_t r, int64_t row, int64_t head) {
-      if (!needs_delta) scratch.delta()[r] = number<T>(block.delta, row, head);
+      const T factor = sees_one_key(block, row, args_.all_keys) ? T{0} : factors_.ds;
+      scratch.ds_factor()[r] = factor;
+      scratch.delta()[r] = factor * (needs_delta ? scratch.delta()[r] : number<T>(block.delta, row, head));
       const T lse = number<T>(block.lse, row, head);
       // A row without weights: relative to infinity all of them are 0.
       scratch.lse()[r] = lse == Partial<T>::kNothing ? -lse : static_cast<T>(lse * kLog2E);
-      scratch.through()[r] = sees_one_key(block, row, args_.all_keys) ? T{0} : T{1};
     });
   }
 

@@ -76,12 +76,13 @@ template <class E>
 struct Scratch {
   using T = Sum<E>;
 
-  explicit Scratch(const Sizes& sizes)
+  Scratch(const Sizes& sizes, int lanes)
       : q(sizes.tile_rows, sizes.key_depth),
         key_rows(sizes.key_block, std::max(sizes.key_depth, sizes.value_depth)),
         weights(sizes.tile_rows, sizes.key_block),
         out(sizes.tile_rows, sizes.value_width),
         before(1, sizes.value_width),
+        sums(sizes.tile_rows, lanes),
         numbers(4 * sizes.tile_rows),
         seen(static_cast<size_t>(sizes.tile_rows)),
         first_key(static_cast<size_t>(sizes.tile_rows)),
@@ -89,8 +90,9 @@ struct Scratch {
     tile.q = q;
     tile.weights = weights;
     tile.out = out;
-    tile.top = numbers.get();
-    tile.sum = tile.top + sizes.tile_rows;
+    tile.sums = sums;
+    tile.base = numbers.get();
+    tile.sum = tile.base + sizes.tile_rows;
     tile.keep = tile.sum + sizes.tile_rows;
     factor = tile.keep + sizes.tile_rows;
     // Nothing may be allocated between the first item and the last: others wait for a thread's items.
@@ -98,7 +100,7 @@ struct Scratch {
     next_spans.reserve(spans.capacity());
   }
   PackedBuffer<E> q, key_rows;
-  PackedBuffer<T> weights, out, before;
+  PackedBuffer<T> weights, out, before, sums;
   Buffer<T> numbers;
   T* factor;
   ForwardTile<E> tile;
@@ -114,7 +116,7 @@ class Forward {
       : args_(args), isa_(isa), factors_(Factors<E>::of(args.scale)), sizes_(sizes_of(args.shape, isa)) {
     plan_items();
     const auto threads = static_cast<size_t>(args.parallel->threads());
-    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_));
+    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_, isa.lanes));
     for (size_t i = 0; i < slot_count(); ++i) slots_.push_back(std::make_unique<Slot<E>>(sizes_, most_blocks_));
   }
 
@@ -248,7 +250,7 @@ class Forward {
     int64_t last_row = -1;
     rows.each([&](int64_t r, int64_t row, int64_t) {
       std::fill_n(tile.out.row(r), sizes_.value_width, T{0});
-      tile.top[r] = Partial<T>::kNothing;
+      tile.base[r] = Partial<T>::kNothing;
       tile.sum[r] = 0;
       if (row != last_row) seen = grid.seen(row);
       scratch.seen[static_cast<size_t>(r)] = seen;
@@ -279,13 +281,13 @@ class Forward {
   }
 
   // In double: a rounding of the large part would outweigh the small one.
-  static T natural_lse(double top, double sum) { return static_cast<T>(top / kLog2E + std::log(sum)); }
+  static T natural_lse(double base, double sum) { return static_cast<T>(base / kLog2E + std::log(sum)); }
 
   void finish(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch) {
     const ForwardTile<E>& tile = scratch.tile;
     rows.each([&](int64_t r, int64_t row, int64_t head) {
       T& lse = number<T>(block.lse, row, head);
-      Partial<T> mine{{}, tile.sum[r] == 0 ? Partial<T>::kNothing : natural_lse(tile.top[r], tile.sum[r])};
+      Partial<T> mine{{}, tile.sum[r] == 0 ? Partial<T>::kNothing : natural_lse(tile.base[r], tile.sum[r])};
       scratch.factor[r] = tile.sum[r] == 0 ? 0 : 1 / tile.sum[r];
       if (args_.merge) merge_row(rows, r, block, scratch, mine, lse);
       lse = mine.lse;

@@ -105,10 +105,11 @@ template <class E>
 struct ForwardTile {
   int64_t rows = 0;
   Packed<E> q;
-  Packed<Sum<E>> weights;  // [rows, key block]: <q, k>, then, as E, exp2(score - top)
+  Packed<Sum<E>> weights;  // [rows, key block]: <q, k>, then, as E, exp2(score - base)
   Packed<Sum<E>> out;      // sum of weights times v
+  Packed<Sum<E>> sums;     // of the weights of a key block, lane by lane
   Sum<E> score_factor;
-  Sum<E>* top = nullptr;   // largest score so far, base 2
+  Sum<E>* base = nullptr;  // a score near the largest so far, base 2; -inf before the first
   Sum<E>* sum = nullptr;   // of the weights
   Sum<E>* keep = nullptr;  // what the last key block left of out
   Ahead ahead;
@@ -121,12 +122,12 @@ struct BackwardTile {
   int64_t rows = 0;
   Packed<E> q, dout;
   Packed<E> q_terms, dout_terms;
-  Packed<Sum<E>> p, ds;  // [rows, key block]: <q, k> and <dout, v>; then, as E in the first of kTerms<E> rows, p and ds
+  Packed<Sum<E>> p, ds;  // [rows, key block]: in the end as E, in the first of kTerms<E> rows
   Packed<E> ds_rows;
-  Sum<E> score_factor, ds_factor;
-  const Sum<E>* lse;  // base 2
-  const Sum<E>* delta;
-  const Sum<E>* through;  // 1, or 0 for a row that sees a single key
+  Sum<E> score_factor;
+  const Sum<E>* lse;        // base 2
+  const Sum<E>* ds_factor;  // 0 for a row that sees a single key
+  const Sum<E>* delta;      // times that factor
   Ahead* ahead;
 };
 
@@ -136,7 +137,6 @@ struct BackwardKeys {
   Packed<E> k_terms;  // [key block / kTerms<E>, head_dim]
   const E *k_panels, *v_panels;
   Packed<Sum<E>> dk, dv;  // sums over the tiles of the block
-  const Sum<E>* ones;     // as many as rows or keys
 };
 
 template <class E>

@@ -1,9 +1,10 @@
 // The micro-kernel: the one loop in which nearly all time is spent, in all seven products of forward and backward.
 //
-//   c[i][:] = c[i][:] keep[i] + sum over t in [first[i], end[i]) of a(i, t) b[t][:]
+//   c[i][:] = sum over t in [first[i], end[i]) of a(i, t) b[t][:]
 //
-// for up to kTileHeight rows i and one to four vectors of columns; without keep, c is the sum alone.
-// Sums stay in registers throughout, and start at zero: added to c from the start, long sums would lose digits. Each
+// for up to kTileHeight rows i and one to four vectors of columns. What becomes of a row of c is the business of a
+// finish, which gets it in registers: it is stored, added to something, or first made weights of.
+// Sums stay in registers throughout, and start at zero: added to something, long sums would lose digits. Each
 // row adds its elements in ascending t, one at a time, so its bits do not depend on the rows beside it; and what lies
 // outside its range is not touched for it, so that NaN there cannot reach it. Of a Pair half in the range, the other
 // half is taken for zero, on both sides.
@@ -33,9 +34,6 @@ struct Product {
   int64_t a_ld;
   const E* b;
   int64_t b_ld;
-  Sum<E>* c;
-  int64_t c_ld;
-  const Sum<E>* keep;
   const int32_t* first;  // both ends never decrease with i; counted in terms
   const int32_t* end;
   Ahead* ahead;
@@ -44,30 +42,98 @@ struct Product {
 // a(i, t): a[i][t], or a[t][i] where the product runs over a's rows.
 enum class Along { columns, rows };
 
-template <class E, Along kAlong, int kRows, int kVectors>
+// Finishes. `at` is the same one for rows from `row` and columns from `column` on; `row` is called once for each row i
+// of a register tile, in ascending order, when the sums of rows 0 to i are complete.
+template <class E>
+struct Put {
+  static constexpr bool kWholePanels = false;  // whether it takes tiles of full width only
+  Packed<Sum<E>> c;
+
+  HWY_INLINE Put at(int64_t row, int64_t column) const { return {{c.row(row) + column, c.ld}}; }
+
+  template <int kRows, int kVectors>
+  HWY_INLINE void row(int i, const Vector<Sum<E>> (&sum)[kRows][kVectors]) const {
+    const Tag<Sum<E>> tag;
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v) hn::Store(sum[i][v], tag, c.row(i) + v * kLanes<Sum<E>>);
+  }
+};
+
+// c += sum
+template <class E>
+struct AddTo {
+  static constexpr bool kWholePanels = false;
+  Packed<Sum<E>> c;
+
+  HWY_INLINE AddTo at(int64_t row, int64_t column) const { return {{c.row(row) + column, c.ld}}; }
+
+  template <int kRows, int kVectors>
+  HWY_INLINE void row(int i, const Vector<Sum<E>> (&sum)[kRows][kVectors]) const {
+    const Tag<Sum<E>> tag;
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v) {
+      Sum<E>* to = c.row(i) + v * kLanes<Sum<E>>;
+      hn::Store(hn::Add(hn::Load(tag, to), sum[i][v]), tag, to);
+    }
+  }
+};
+
+// c = c keep + sum. Where keep is 1 that is AddTo, bit for bit, which takes nothing from the multiplications' time.
+template <class E>
+struct KeepAndAdd {
+  static constexpr bool kWholePanels = false;
+  Packed<Sum<E>> c;
+  const Sum<E>* keep;
+
+  HWY_INLINE KeepAndAdd at(int64_t row, int64_t column) const { return {{c.row(row) + column, c.ld}, keep + row}; }
+
+  template <int kRows, int kVectors>
+  HWY_INLINE void row(int i, const Vector<Sum<E>> (&sum)[kRows][kVectors]) const {
+    const Tag<Sum<E>> tag;
+    const auto factor = hn::Set(tag, keep[i]);
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v) {
+      Sum<E>* to = c.row(i) + v * kLanes<Sum<E>>;
+      hn::Store(hn::MulAdd(hn::Load(tag, to), factor, sum[i][v]), tag, to);
+    }
+  }
+};
+
+template <class E, Along kAlong, class Finish, int kRows, int kVectors>
 class Micro {
  public:
-  static HWY_NOINLINE void run(const Product<E>& p) {
-    Micro tile;
-    tile.start();
-    // Where all rows take part, and on both sides of it where only some do.
-    const int64_t all = up(p.first[kRows - 1]), some = p.end[0] / kTerms<E>, last = up(p.end[kRows - 1]);
-    int64_t t = p.first[0] / kTerms<E>;
-    for (; t < HWY_MIN(all, last); ++t) tile.add_some(p, t);
-    if (t < some && some >= last) {
-      tile.add_all(p, t, some - 1);
-      return p.keep == nullptr ? tile.template finish<false, true>(p, some - 1)
-                               : tile.template finish<true, true>(p, some - 1);
-    }
-    if (t < some) tile.add_all(p, t, some);
-    for (t = HWY_MAX(t, some); t < last; ++t) tile.add_some(p, t);
-    p.keep == nullptr ? tile.template finish<false, false>(p, last) : tile.template finish<true, false>(p, last);
+  static HWY_NOINLINE void run(const Product<E>& p, Finish finish) {
+    const bool same = p.first[0] == p.first[kRows - 1] && p.end[0] == p.end[kRows - 1] && p.first[0] < p.end[0];
+    return same && p.first[0] % kTerms<E> == 0 && p.end[0] % kTerms<E> == 0 ? run_whole(p, finish)
+                                                                            : run_some(p, finish);
   }
 
  private:
   using T = Sum<E>;
   using V = hn::Vec<Tag<T>>;
   HWY_INLINE Micro() {}  // an implicit one would not be compiled for the instruction set
+
+  // All rows take the same elements.
+  static HWY_NOINLINE void run_whole(const Product<E>& p, Finish finish) {
+    Micro tile;
+    tile.start();
+    const int64_t last = p.end[0] / kTerms<E> - 1;
+    tile.add_all(p, p.first[0] / kTerms<E>, last);
+    tile.template finish_rows<true>(p, last, finish);
+  }
+
+  // On both sides of where all rows take part, only some do.
+  static HWY_NOINLINE void run_some(const Product<E>& p, Finish finish) {
+    Micro tile;
+    tile.start();
+    const int64_t all = up(p.first[kRows - 1]), some = p.end[0] / kTerms<E>, last = up(p.end[kRows - 1]);
+    int64_t t = p.first[0] / kTerms<E>;
+    for (; t < HWY_MIN(all, last); ++t) tile.add_some(p, t);
+    if (t < some) tile.add_all(p, t, some);
+    for (t = HWY_MAX(t, some); t < last; ++t) tile.add_some(p, t);
+    tile.template finish_rows<false>(p, last, finish);
+  }
+
   static constexpr int kPerLine = kTileVectors == 4 ? 2 : 4;  // elements per line that is fetched ahead
 
   static constexpr int64_t up(int64_t terms) { return (terms + kTerms<E> - 1) / kTerms<E>; }
@@ -80,27 +146,17 @@ class Micro {
     }
   }
 
-  // Adds element t, if there is a last one to add, and stores each row while the next one is added: stores in one burst
-  // would hold up what comes next.
-  template <bool kKeep, bool kLast>
-  HWY_INLINE void finish(const Product<E>& p, int64_t t) {
+  // Adds element t, if there is a last one to add, and finishes each row while the next one is added: stores in one
+  // burst would hold up what comes next.
+  template <bool kLast>
+  HWY_INLINE void finish_rows(const Product<E>& p, int64_t t, const Finish& finish) {
     const E* a = p.a + t * (kAlong == Along::columns ? 1 : p.a_ld);
     V column[kVectors];
     if constexpr (kLast) load_row(p.b + t * p.b_ld, column);
 #pragma GCC unroll kUnroll
     for (int i = 0; i <= kRows; ++i) {
       if (kLast && i < kRows) add_row(i, at(a, p.a_ld, i), column);
-      if (i > 0) store_row<kKeep>(p, i - 1);
-    }
-  }
-
-  template <bool kKeep>
-  HWY_INLINE void store_row(const Product<E>& p, int i) {
-    T* c = p.c + i * p.c_ld;
-    const V keep = kKeep ? hn::Set(tag, p.keep[i]) : hn::Zero(tag);
-#pragma GCC unroll kUnroll
-    for (int v = 0; v < kVectors; ++v, c += kLanes<T>) {
-      hn::Store(kKeep ? hn::MulAdd(hn::Load(tag, c), keep, sum[i][v]) : sum[i][v], tag, c);
+      if (i > 0) finish.template row<kRows, kVectors>(i - 1, sum);
     }
   }
 
@@ -162,15 +218,15 @@ class Micro {
 };
 
 // One entry per height and width of a tile: edges run a smaller tile, not a padded one.
-template <class E, Along kAlong>
+template <class E, Along kAlong, class Finish>
 struct Micros {
-  using Run = void (*)(const Product<E>&);
+  using Run = void (*)(const Product<E>&, Finish);
   Run run[kTileHeight][kTileVectors];
 
   template <int kRows, int kVectors>
   constexpr void fill() {
-    run[kRows - 1][kVectors - 1] = &Micro<E, kAlong, kRows, kVectors>::run;
-    if constexpr (kVectors > 1) {
+    run[kRows - 1][kVectors - 1] = &Micro<E, kAlong, Finish, kRows, kVectors>::run;
+    if constexpr (kVectors > 1 && !Finish::kWholePanels) {
       fill<kRows, kVectors - 1>();
     } else if constexpr (kRows > 1) {
       fill<kRows - 1, kTileVectors>();
@@ -179,14 +235,14 @@ struct Micros {
   constexpr Micros() : run{} { fill<kTileHeight, kTileVectors>(); }
 };
 
-template <class E, Along kAlong>
-inline constexpr Micros<E, kAlong> kMicros{};
+template <class E, Along kAlong, class Finish>
+inline constexpr Micros<E, kAlong, Finish> kMicros{};
 
-// The product for any number of rows and `width` columns (in whole vectors). Rows that have nothing to add keep what
-// they have.
-template <class E, Along kAlong>
-HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, Packed<Sum<E>> c, const Sum<E>* keep, const int32_t* first,
-                             const int32_t* end, int64_t rows, int64_t width, Ahead& ahead) {
+// The product for any number of rows and `width` columns (in whole vectors). Rows that have nothing to add may be left
+// out.
+template <class E, Along kAlong, class Finish>
+HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, const int32_t* first, const int32_t* end, int64_t rows,
+                             int64_t width, Ahead& ahead, const Finish& finish) {
   constexpr int64_t kVector = kLanes<Sum<E>>;
   const int64_t vectors = width / kVector, tiles = (vectors + kTileVectors - 1) / kTileVectors;
   for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -195,18 +251,18 @@ HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, Packed<Sum<E>> c, const S
     for (int64_t i = 0; i < rows; i += kTileHeight) {
       const int64_t height = HWY_MIN(kTileHeight, rows - i);
       if (first[i] >= end[i + height - 1]) continue;
-      kMicros<E, kAlong>.run[height - 1][count - 1]({a.data + (kAlong == Along::columns ? i * a.ld : i), a.ld,
-                                                     b.data + column, b.ld, c.row(i) + column, c.ld, keep + i,
-                                                     first + i, end + i, &ahead});
+      kMicros<E, kAlong, Finish>.run[height - 1][count - 1](
+          {a.data + (kAlong == Along::columns ? i * a.ld : i), a.ld, b.data + column, b.ld, first + i, end + i, &ahead},
+          finish.at(i, column));
     }
   }
 }
 
-// products[i][j] = <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors.
-template <class E>
+// Finishes <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors, or whole panels.
+template <class E, class Finish>
 HWY_NOINLINE void multiply_panels(Packed<E> a, int64_t width, const E* panels, int64_t depth, const Seen& seen,
-                                  int64_t rows, int64_t keys, Packed<Sum<E>> products, Ahead& ahead) {
-  constexpr int64_t kVector = kLanes<Sum<E>>, kKeys = kPanel<Sum<E>>;
+                                  int64_t rows, int64_t keys, Ahead& ahead, const Finish& finish) {
+  constexpr int64_t kKeys = kPanel<Sum<E>>, kStep = Finish::kWholePanels ? kKeys : kLanes<Sum<E>>;
   int32_t from[kTileHeight], to[kTileHeight];
   for (int i = 0; i < kTileHeight; ++i) {
     from[i] = 0;
@@ -215,13 +271,11 @@ HWY_NOINLINE void multiply_panels(Packed<E> a, int64_t width, const E* panels, i
   for (int64_t key = 0; key < keys; key += kKeys, panels += depth * kKeys) {
     for (int64_t i = 0; i < rows; i += kTileHeight) {
       const int64_t height = HWY_MIN(kTileHeight, rows - i);
-      const int64_t begin = HWY_MAX(seen.first_key[i] - key, 0) / kVector;
-      const int64_t end = (HWY_MIN(seen.end_key[i + height - 1] - key, kKeys) + kVector - 1) / kVector;
+      const int64_t begin = HWY_MAX(seen.first_key[i] - key, 0) / kStep * kStep;
+      const int64_t end = (HWY_MIN(seen.end_key[i + height - 1] - key, kKeys) + kStep - 1) / kStep * kStep;
       if (end <= begin) continue;
-      const int64_t column = begin * kVector;
-      kMicros<E, Along::columns>.run[height - 1][end - begin - 1]({a.row(i), a.ld, panels + column, kKeys,
-                                                                   products.row(i) + key + column, products.ld, nullptr,
-                                                                   from, to, &ahead});
+      kMicros<E, Along::columns, Finish>.run[height - 1][(end - begin) / kLanes<Sum<E>> - 1](
+          {a.row(i), a.ld, panels + begin, kKeys, from, to, &ahead}, finish.at(i, key + begin));
     }
   }
 }

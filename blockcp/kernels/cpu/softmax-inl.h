@@ -1,4 +1,5 @@
-// exp2, and the two places that need it: the running softmax of forward, and the weights of backward.
+// exp2, and what needs it: the running softmax of forward, and the weights of backward. Mostly these are finishes of
+// the product that makes the scores, which then are never stored.
 #if defined(BLOCKCP_CPU_SOFTMAX_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef BLOCKCP_CPU_SOFTMAX_INL_H
 #undef BLOCKCP_CPU_SOFTMAX_INL_H
@@ -63,7 +64,7 @@ HWY_INLINE Vector<T> exp2_polynomial(Vector<T> f) {
   return hn::MulAdd(poly, f, hn::Set(tag, T{1}));
 }
 
-// For x <= 0, and a little above; -inf gives exactly 0, NaN stays NaN.
+// For x up to 64; -inf gives exactly 0, NaN stays NaN.
 template <class T>
 HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #if HWY_TARGET == HWY_AVX3
@@ -93,6 +94,12 @@ HWY_INLINE Vector<Sum<E>> scaled(Vector<Sum<E>> product, Vector<Sum<E>> factor) 
   return hn::Mul(product, factor);
 }
 
+// exp2(score - base)
+template <class E>
+HWY_INLINE Vector<Sum<E>> weight(Vector<Sum<E>> product, Vector<Sum<E>> factor, Vector<Sum<E>> base) {
+  return exp2<Sum<E>>(hn::Sub(scaled<E>(product, factor), base));
+}
+
 // Columns outside [first, end) become `hidden`, in those steps of `step` columns that hold some inside.
 template <class T>
 HWY_INLINE void hide_others(T* scores, int64_t first, int64_t end, int64_t step, T hidden) {
@@ -108,17 +115,85 @@ HWY_INLINE void hide_others(T* scores, int64_t first, int64_t end, int64_t step,
   }
 }
 
-// The running softmax of a tile over one key block: products become weights relative to the new top, as elements that
-// lie densely from the start of the row on, and `top`, `sum` and `keep` move on. One loop over rows after the other, so
-// that no row waits for the last step of the one before.
+// Weights are relative to the base of their row: the largest score of the first key block that it sees. A later score
+// may be larger, as long as its weight is below this; one beyond moves the base. Of most rows no score is, so in nearly
+// all blocks the base is known before the scores are, and they become weights in registers.
+template <class T>
+inline constexpr T kMostWeight = 0x1p32;
+template <class T>
+inline constexpr T kMostAbove = 32;  // its logarithm
+
+// What forward makes of <q, k> for rows that have a base and see the whole block: weights, as elements that lie densely
+// from the start of the row on, and their sums, lane by lane.
+template <class E>
+struct PutWeights {
+  static constexpr bool kWholePanels = true;
+  using T = Sum<E>;
+  Packed<T> weights, sums;
+  const T* base;
+  T score_factor;
+
+  HWY_INLINE PutWeights at(int64_t row, int64_t column) const {
+    return {{weights.row(row) + column / kTerms<E>, weights.ld}, {sums.row(row), sums.ld}, base + row, score_factor};
+  }
+
+  template <int kRows, int kVectors>
+  HWY_INLINE void row(int i, const Vector<T> (&sum)[kRows][kVectors]) const {
+    const Tag<T> tag;
+    const auto factor = hn::Set(tag, score_factor), less = hn::Set(tag, base[i]);
+    auto total = hn::Load(tag, sums.row(i));
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; v += kTerms<E>) {
+      const auto first = weight<E>(sum[i][v], factor, less);
+      total = hn::Add(total, first);
+      T* to = weights.row(i) + v / kTerms<E> * kLanes<T>;
+      if constexpr (kTerms<E> == 1) {
+        hn::Store(first, tag, to);
+      } else {
+        const auto second = weight<E>(sum[i][v + 1], factor, less);
+        total = hn::MulAdd(second, hn::Set(tag, T{1}), total);  // a sum, where there is room for it
+        hn::Store(hn::BitCast(tag, round_to_bf16(first, second)), tag, to);
+      }
+    }
+    hn::Store(total, tag, sums.row(i));
+  }
+};
+
+// The running softmax of a tile over one key block: products become weights, laid out as above, and `base`, `sum` and
+// `keep` move on. What becomes of a row depends on its scores alone, not on the rows beside it, nor on which of the two
+// ways its tile goes.
 template <class E>
 class Softmax {
  public:
   HWY_INLINE Softmax(const Seen& seen, ForwardTile<E>& tile) : seen_(seen), tile_(tile) {}
 
+  // Whether PutWeights can do it. With 16 registers it had to keep sums in memory, which costs more than it saves.
+  HWY_INLINE bool knows_bases(int64_t keys) const {
+    bool known = kTileVectors == 4 && seen_.first_key[tile_.rows - 1] == 0 && seen_.end_key[0] == keys;
+    for (int64_t r = 0; r < tile_.rows; ++r) known &= tile_.base[r] > kMinusInfinity<T>;
+    return known;
+  }
+
+  HWY_INLINE PutWeights<E> start_weights() const {
+    for (int64_t r = 0; r < tile_.rows; ++r) hn::Store(hn::Zero(tag), tag, tile_.sums.row(r));
+    return {tile_.weights, tile_.sums, tile_.base, tile_.score_factor};
+  }
+
+  // After PutWeights. False if a weight may be too large, or is NaN: then the products are needed again, for run().
+  HWY_INLINE bool finish_weights() const {
+    bool all = true;
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      tile_.keep[r] = hn::GetLane(hn::SumOfLanes(tag, hn::Load(tag, tile_.sums.row(r))));
+      all &= tile_.keep[r] < kMostWeight<T>;
+    }
+    for (int64_t r = 0; all && r < tile_.rows; ++r) tile_.sum[r] += tile_.keep[r];
+    return all;
+  }
+
+  // After Put. One loop over rows after the other, so that no row waits for the last step of the one before.
   HWY_INLINE void run() const {
-    for (int64_t r = 0; r < tile_.rows; ++r) tile_.keep[r] = sees_some(r) ? top_of(r) : tile_.top[r];
-    for (int64_t r = 0; r < tile_.rows; r += kLanes<T>) move_tops(r);
+    for (int64_t r = 0; r < tile_.rows; ++r) tile_.keep[r] = sees_some(r) ? top_of(r) : kMinusInfinity<T>;
+    for (int64_t r = 0; r < tile_.rows; r += kLanes<T>) move_bases(r);
     for (int64_t r = 0; r < tile_.rows; ++r) {
       if (sees_some(r)) tile_.sum[r] = tile_.sum[r] * tile_.keep[r] + weigh(r);
     }
@@ -139,35 +214,37 @@ class Softmax {
     const V factor = hn::Set(tag, tile_.score_factor);
     hide_others(scores, seen_.first_key[r], end, kStep,
                 tile_.score_factor < 0 ? -kMinusInfinity<T> : kMinusInfinity<T>);
-    V top = hn::Set(tag, tile_.top[r]);
+    V top = hn::Set(tag, kMinusInfinity<T>);
     for (int64_t c = from(r); c < end; c += kLanes<T>) {
       top = hn::Max(top, scaled<E>(hn::Load(tag, scores + c), factor));
     }
     return hn::GetLane(hn::MaxOfLanes(tag, top));
   }
 
-  // Only infinite scores can leave the top at -inf: their weights are 0, relative to anything.
-  static HWY_INLINE V base(V top) { return hn::IfThenZeroElse(hn::Eq(top, hn::Set(tag, kMinusInfinity<T>)), top); }
+  // Only infinite scores leave a row without a base: their weights are 0, relative to anything.
+  static HWY_INLINE V or_zero(V base) {
+    return hn::IfThenZeroElse(hn::Eq(base, hn::Set(tag, kMinusInfinity<T>)), base);
+  }
 
-  HWY_INLINE void move_tops(int64_t r) const {
-    const V before = hn::Load(tag, tile_.top + r), top = hn::Load(tag, tile_.keep + r);
-    hn::Store(exp2<T>(hn::Sub(before, base(top))), tag, tile_.keep + r);
-    hn::Store(top, tag, tile_.top + r);
+  HWY_INLINE void move_bases(int64_t r) const {
+    const V before = hn::Load(tag, tile_.base + r), top = hn::Load(tag, tile_.keep + r);
+    const V base = hn::IfThenElse(hn::Gt(top, hn::Add(before, hn::Set(tag, kMostAbove<T>))), top, before);
+    hn::Store(exp2<T>(hn::Sub(before, or_zero(base))), tag, tile_.keep + r);
+    hn::Store(base, tag, tile_.base + r);
   }
 
   HWY_INLINE T weigh(int64_t r) const {
     T* scores = tile_.weights.row(r);
-    const V factor = hn::Set(tag, tile_.score_factor), less = base(hn::Set(tag, tile_.top[r]));
-    const auto weight = [&](int64_t c)
-                            HWY_ATTR { return exp2<T>(hn::Sub(scaled<E>(hn::Load(tag, scores + c), factor), less)); };
+    const V factor = hn::Set(tag, tile_.score_factor), base = or_zero(hn::Set(tag, tile_.base[r]));
+    const auto weight_at = [&](int64_t c) HWY_ATTR { return weight<E>(hn::Load(tag, scores + c), factor, base); };
     V sums = hn::Zero(tag);
     for (int64_t c = from(r); c < seen_.end_key[r]; c += kStep) {
-      const V first = weight(c);
+      const V first = weight_at(c);
       sums = hn::Add(sums, first);
       if constexpr (kTerms<E> == 1) {
         hn::Store(first, tag, scores + c);
       } else {
-        const V second = weight(c + kLanes<T>);
+        const V second = weight_at(c + kLanes<T>);
         sums = hn::Add(sums, second);
         hn::Store(hn::BitCast(tag, round_to_bf16(first, second)), tag, scores + c / kTerms<E>);
       }
@@ -179,50 +256,76 @@ class Softmax {
   ForwardTile<E>& tile_;
 };
 
-// What backward needs of a row to make weights of its scores.
+// What backward makes of <q, k>: p, which is exp2(score - lse).
 template <class E>
-struct Weigher {
+struct PutP {
+  static constexpr bool kWholePanels = false;
   using T = Sum<E>;
-  using V = Vector<T>;
-  V score_factor, lse, ds_factor, delta;
+  Packed<T> p;
+  const T* lse;  // base 2
+  T score_factor;
 
-  HWY_INLINE Weigher(const BackwardTile<E>& tile, int64_t r)
-      : score_factor(hn::Set(Tag<T>(), tile.score_factor)),
-        lse(hn::Set(Tag<T>(), tile.lse[r])),
-        ds_factor(hn::Set(Tag<T>(), tile.through[r] * tile.ds_factor)),
-        delta(hn::Set(Tag<T>(), tile.through[r] * tile.ds_factor * tile.delta[r])) {}
+  HWY_INLINE PutP at(int64_t row, int64_t column) const {
+    return {{p.row(row) + column, p.ld}, lse + row, score_factor};
+  }
 
-  HWY_INLINE V p(V product) const { return exp2<T>(hn::Sub(scaled<E>(product, score_factor), lse)); }
-  // p (<dout, v> - delta), or 0 for a row that sees a single key.
-  HWY_INLINE V ds(V p, V dp) const { return hn::Mul(p, hn::MulSub(dp, ds_factor, delta)); }
-};
-
-// kTerms<E> rows of backward from `r` on: <q, k> becomes p, and <dout, v> becomes ds, at least in [first, end). What
-// comes out elsewhere, and of a row behind the last, is of no meaning: products take nothing outside their ranges.
-template <class E>
-HWY_INLINE void weigh(const BackwardTile<E>& tile, int64_t r, int64_t first, int64_t end) {
-  using T = Sum<E>;
-  const Tag<T> tag;
-  const Weigher<E> row(tile, r);
-  T *scores = tile.p.row(r), *dps = tile.ds.row(r);
-  if constexpr (kTerms<E> == 1) {
-    for (int64_t c = first / kLanes<T> * kLanes<T>; c < end; c += kLanes<T>) {
-      const auto p = row.p(hn::Load(tag, scores + c));
-      hn::Store(p, tag, scores + c);
-      hn::Store(row.ds(p, hn::Load(tag, dps + c)), tag, dps + c);
-    }
-  } else {
-    const Weigher<E> next(tile, r + 1);
-    const T *next_scores = tile.p.row(r + 1), *next_dps = tile.ds.row(r + 1);
-    for (int64_t c = first / kLanes<T> * kLanes<T>; c < end; c += kLanes<T>) {
-      const auto p = row.p(hn::Load(tag, scores + c)), next_p = next.p(hn::Load(tag, next_scores + c));
-      const auto ds = round_to_bf16(row.ds(p, hn::Load(tag, dps + c)), next.ds(next_p, hn::Load(tag, next_dps + c)));
-      hn::Store(pair_up(round_to_bf16(p, next_p)), tag, scores + c);
-      hn::Store(pair_up(ds), tag, dps + c);
-      store_apart(ds, tile.ds_rows.row(r) + c / 2, tile.ds_rows.row(r + 1) + c / 2);
+  template <int kRows, int kVectors>
+  HWY_INLINE void row(int i, const Vector<T> (&sum)[kRows][kVectors]) const {
+    const Tag<T> tag;
+    const auto factor = hn::Set(tag, score_factor), less = hn::Set(tag, lse[i]);
+#pragma GCC unroll kUnroll
+    for (int v = 0; v < kVectors; ++v) {
+      hn::Store(weight<E>(sum[i][v], factor, less), tag, p.row(i) + v * kLanes<T>);
     }
   }
-}
+};
+
+// What it makes of <dout, v>: ds, which is p (<dout, v> - delta). Of Pairs, kTerms<E> rows at a time, both p and ds
+// then become elements. What comes out of keys that a row does not see is of no meaning, as is a row behind the last:
+// products take nothing outside their ranges.
+template <class E>
+struct PutDs {
+  static constexpr bool kWholePanels = false;
+  using T = Sum<E>;
+  Packed<T> p, ds;
+  Packed<E> ds_rows;
+  const T *factor, *delta;
+
+  HWY_INLINE PutDs at(int64_t row, int64_t column) const {
+    return {{p.row(row) + column, p.ld},
+            {ds.row(row) + column, ds.ld},
+            {ds_rows.row(row) + column / kTerms<E>, ds_rows.ld},
+            factor + row,
+            delta + row};
+  }
+
+  template <int kRows, int kVectors>
+  HWY_INLINE void row(int i, const Vector<T> (&sum)[kRows][kVectors]) const {
+    const Tag<T> tag;
+    const auto ds_of = [&](int r, int v, Vector<T> weight) HWY_ATTR {
+      return hn::Mul(weight, hn::MulSub(sum[r][v], hn::Set(tag, factor[r]), hn::Set(tag, delta[r])));
+    };
+    if constexpr (kTerms<E> == 1) {
+#pragma GCC unroll kUnroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int c = v * kLanes<T>;
+        hn::Store(ds_of(i, v, hn::Load(tag, p.row(i) + c)), tag, ds.row(i) + c);
+      }
+    } else {
+      if (i % 2 == 0 && i + 1 < kRows) return;
+      const int r = i - i % 2;
+#pragma GCC unroll kUnroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int c = v * kLanes<T>;
+        const auto first = hn::Load(tag, p.row(r) + c), second = r == i ? first : hn::Load(tag, p.row(i) + c);
+        const auto both = round_to_bf16(ds_of(r, v, first), ds_of(i, v, second));
+        hn::Store(pair_up(round_to_bf16(first, second)), tag, p.row(r) + c);
+        hn::Store(pair_up(both), tag, ds.row(r) + c);
+        store_apart(both, ds_rows.row(r) + c / 2, ds_rows.row(r + 1) + c / 2);
+      }
+    }
+  }
+};
 
 }  // namespace blockcp::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

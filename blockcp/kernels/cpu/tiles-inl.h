@@ -22,37 +22,43 @@ HWY_INLINE Packed<E> as_elements(Packed<Sum<E>> rows) {
 
 template <class E>
 void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, ForwardTile<E>& tile) {
-  multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, tile.weights,
-                  tile.ahead);
-  Softmax<E>(seen, tile).run();
-  accumulate<E, Along::columns>(as_elements<E>(tile.weights), v_terms, tile.out, tile.keep, seen.first_key,
-                                seen.end_key, tile.rows, sizes.value_width, tile.ahead);
+  const auto multiply = [&](const auto& finish) HWY_ATTR {
+    multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, tile.ahead,
+                    finish);
+  };
+  const auto add_values = [&](const auto& finish) HWY_ATTR {
+    accumulate<E, Along::columns>(as_elements<E>(tile.weights), v_terms, seen.first_key, seen.end_key, tile.rows,
+                                  sizes.value_width, tile.ahead, finish);
+  };
+  const Softmax<E> softmax(seen, tile);
+  if (softmax.knows_bases(sizes.key_block)) {
+    multiply(softmax.start_weights());
+    if (softmax.finish_weights()) return add_values(AddTo<E>{tile.out});
+  }
+  multiply(Put<E>{tile.weights});
+  softmax.run();
+  add_values(KeepAndAdd<E>{tile.out, tile.keep});
 }
 
 template <class E>
 void backward(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile) {
-  multiply_panels(tile.q, sizes.head_dim, keys.k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, tile.p,
-                  *tile.ahead);
+  multiply_panels(tile.q, sizes.head_dim, keys.k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, *tile.ahead,
+                  PutP<E>{tile.p, tile.lse, tile.score_factor});
   multiply_panels(tile.dout, sizes.value_dim, keys.v_panels, sizes.value_depth, seen, tile.rows, sizes.key_block,
-                  tile.ds, *tile.ahead);
-  for (int64_t r = 0; r < tile.rows; r += kTerms<E>) {
-    const int64_t last = r + kTerms<E> - 1;
-    const int64_t first = seen.first_key[r], end = seen.end_key[HWY_MIN(last, tile.rows - 1)];
-    if (first < end) weigh(tile, r, first, end);
-  }
+                  *tile.ahead, PutDs<E>{tile.p, tile.ds, tile.ds_rows, tile.ds_factor, tile.delta});
   // Rows that hold kTerms<E> rows of the tile each.
   const auto over_rows = [](Packed<Sum<E>> rows) { return Packed<E>{as_elements<E>(rows).data, kTerms<E> * rows.ld}; };
-  accumulate<E, Along::rows>(over_rows(tile.p), tile.dout_terms, keys.dv, keys.ones, seen.first_row, seen.end_row,
-                             keys.count, sizes.value_width, *tile.ahead);
-  accumulate<E, Along::rows>(over_rows(tile.ds), tile.q_terms, keys.dk, keys.ones, seen.first_row, seen.end_row,
-                             keys.count, sizes.key_width, *tile.ahead);
+  accumulate<E, Along::rows>(over_rows(tile.p), tile.dout_terms, seen.first_row, seen.end_row, keys.count,
+                             sizes.value_width, *tile.ahead, AddTo<E>{keys.dv});
+  accumulate<E, Along::rows>(over_rows(tile.ds), tile.q_terms, seen.first_row, seen.end_row, keys.count,
+                             sizes.key_width, *tile.ahead, AddTo<E>{keys.dk});
 }
 
 template <class E>
 void backward_dq(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile,
                  Packed<Sum<E>> dq) {
-  accumulate<E, Along::columns>(tile.ds_rows, keys.k_terms, dq, keys.ones, seen.first_key, seen.end_key, tile.rows,
-                                sizes.key_width, *tile.ahead);
+  accumulate<E, Along::columns>(tile.ds_rows, keys.k_terms, seen.first_key, seen.end_key, tile.rows, sizes.key_width,
+                                *tile.ahead, AddTo<E>{dq});
 }
 
 }  // namespace blockcp::cpu::HWY_NAMESPACE
