@@ -39,7 +39,8 @@ struct Exp2<float> {
   static constexpr float coefficients[] = {0.69315131f, 0.24016445f, 0.055799913f, 0.0090170300f, 0.0018671302f};
   static constexpr int kMantissaBits = 23;
   static constexpr float kRounder = 0x1.8p23f;  // adding it to an integer leaves that in the low bits
-  static constexpr float kLowest = -127;        // 2^n is 0 from here on
+  static constexpr float kLowest = -127;        // 2^n is 0 from here on down
+  static constexpr float kHighest = 128;        // and infinite from here on up
 };
 
 template <>
@@ -51,6 +52,7 @@ struct Exp2<double> {
   static constexpr int kMantissaBits = 52;
   static constexpr double kRounder = 0x1.8p52;
   static constexpr double kLowest = -1023;
+  static constexpr double kHighest = 1024;
 };
 
 template <class T>
@@ -64,7 +66,8 @@ HWY_INLINE Vector<T> exp2_polynomial(Vector<T> f) {
   return hn::MulAdd(poly, f, hn::Set(tag, T{1}));
 }
 
-// For x up to 64; -inf gives exactly 0, NaN stays NaN.
+// -inf gives exactly 0, NaN stays NaN. Beyond the largest number it is infinite, but on AVX2 of no meaning: there
+// nothing needs it, see knows_bases().
 template <class T>
 HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #if HWY_TARGET == HWY_AVX3
@@ -75,7 +78,9 @@ HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #if HWY_TARGET == HWY_AVX2
   x = hn::Max(lowest, x);  // if one is NaN, the second operand
 #else
+  const auto highest = hn::Set(tag, Exp2<T>::kHighest);
   x = hn::IfThenElse(hn::Lt(x, lowest), lowest, x);  // other maxima lose NaN
+  x = hn::IfThenElse(hn::Gt(x, highest), highest, x);
 #endif
   const auto n = hn::Floor(x);
   // 2^n, which is 0 for the lowest n. A product, not a sum of exponents, so that no NaN is lost.
