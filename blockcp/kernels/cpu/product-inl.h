@@ -44,28 +44,12 @@ enum class Along { columns, rows };
 
 // Finishes. `at` is the same one for rows from `row` and columns from `column` on; `row` is called once for each row i
 // of a register tile, in ascending order, when the sums of rows 0 to i are complete.
-template <class E>
-struct Put {
+template <class E, bool kAdd>
+struct PutOrAdd {
   static constexpr bool kWholePanels = false;  // whether it takes tiles of full width only
   Packed<Sum<E>> c;
 
-  HWY_INLINE Put at(int64_t row, int64_t column) const { return {{c.row(row) + column, c.ld}}; }
-
-  template <int kRows, int kVectors>
-  HWY_INLINE void row(int i, const Vector<Sum<E>> (&sum)[kRows][kVectors]) const {
-    const Tag<Sum<E>> tag;
-#pragma GCC unroll kUnroll
-    for (int v = 0; v < kVectors; ++v) hn::Store(sum[i][v], tag, c.row(i) + v * kLanes<Sum<E>>);
-  }
-};
-
-// c += sum
-template <class E>
-struct AddTo {
-  static constexpr bool kWholePanels = false;
-  Packed<Sum<E>> c;
-
-  HWY_INLINE AddTo at(int64_t row, int64_t column) const { return {{c.row(row) + column, c.ld}}; }
+  HWY_INLINE PutOrAdd at(int64_t row, int64_t column) const { return {{c.row(row) + column, c.ld}}; }
 
   template <int kRows, int kVectors>
   HWY_INLINE void row(int i, const Vector<Sum<E>> (&sum)[kRows][kVectors]) const {
@@ -73,10 +57,15 @@ struct AddTo {
 #pragma GCC unroll kUnroll
     for (int v = 0; v < kVectors; ++v) {
       Sum<E>* to = c.row(i) + v * kLanes<Sum<E>>;
-      hn::Store(hn::Add(hn::Load(tag, to), sum[i][v]), tag, to);
+      hn::Store(kAdd ? hn::Add(hn::Load(tag, to), sum[i][v]) : sum[i][v], tag, to);
     }
   }
 };
+
+template <class E>
+using Put = PutOrAdd<E, false>;  // c = sum
+template <class E>
+using AddTo = PutOrAdd<E, true>;  // c += sum
 
 // c = c keep + sum. Where keep is 1 that is AddTo, bit for bit, which takes nothing from the multiplications' time.
 template <class E>
