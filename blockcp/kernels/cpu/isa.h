@@ -109,7 +109,7 @@ struct ForwardTile {
   Packed<Sum<E>> out;      // sum of weights times v
   Packed<Sum<E>> sums;     // of the weights of a key block, lane by lane
   Sum<E> score_factor;
-  Sum<E>* base = nullptr;  // a score near the largest so far, base 2; -inf before the first
+  Sum<E>* base = nullptr;  // the score that weights are relative to, base 2; -inf before the first
   Sum<E>* sum = nullptr;   // of the weights
   Sum<E>* keep = nullptr;  // what the last key block left of out
   Ahead ahead;

@@ -247,26 +247,59 @@ HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, const int32_t* first, con
   }
 }
 
-// Finishes <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors, or whole panels.
+// <a_i, key j> for packed keys, one register tile at a time.
+template <class E>
+class PanelProduct {
+ public:
+  static constexpr int64_t kKeys = kPanel<Sum<E>>;
+
+  HWY_INLINE PanelProduct(Packed<E> a, int64_t width, const E* panels, int64_t depth, Ahead& ahead)
+      : a_(a), panels_(panels), panel_size_(depth * kKeys), ahead_(&ahead) {
+    for (int i = 0; i < kTileHeight; ++i) {
+      first_[i] = 0;
+      end_[i] = static_cast<int32_t>((width + kTerms<E> - 1) / kTerms<E> * kTerms<E>);
+    }
+  }
+
+  // Keys [begin, end) of one panel, in whole vectors.
+  template <class Finish>
+  HWY_INLINE void run(int64_t row, int64_t height, int64_t begin, int64_t end, const Finish& finish) const {
+    const E* b = panels_ + begin / kKeys * panel_size_ + begin % kKeys;
+    kMicros<E, Along::columns, Finish>.run[height - 1][(end - begin) / kLanes<Sum<E>> - 1](
+        {a_.row(row), a_.ld, b, kKeys, first_, end_, ahead_}, finish.at(row, begin));
+  }
+
+ private:
+  Packed<E> a_;
+  const E* panels_;
+  int64_t panel_size_;
+  Ahead* ahead_;
+  int32_t first_[kTileHeight], end_[kTileHeight];
+};
+
+// visit(row, height, begin, end) for the register tiles of rows and keys [begin, end) of one panel of which some row
+// sees some, in whole vectors; for each row in ascending order of keys.
+template <class E, class Visit>
+HWY_INLINE void each_panel_tile(const Seen& seen, int64_t rows, int64_t keys, const Visit& visit) {
+  constexpr int64_t kKeys = PanelProduct<E>::kKeys, kStep = kLanes<Sum<E>>;
+  for (int64_t key = 0; key < keys; key += kKeys) {
+    for (int64_t i = 0; i < rows; i += kTileHeight) {
+      const int64_t height = HWY_MIN(kTileHeight, rows - i);
+      const int64_t begin = HWY_MAX(seen.first_key[i], key) / kStep * kStep;
+      const int64_t end = (HWY_MIN(seen.end_key[i + height - 1], key + kKeys) + kStep - 1) / kStep * kStep;
+      if (begin < end) visit(i, height, begin, end);
+    }
+  }
+}
+
+// Finishes <a_i, key j> for the keys that rows i see, and for some beside them: whole vectors.
 template <class E, class Finish>
 HWY_NOINLINE void multiply_panels(Packed<E> a, int64_t width, const E* panels, int64_t depth, const Seen& seen,
                                   int64_t rows, int64_t keys, Ahead& ahead, const Finish& finish) {
-  constexpr int64_t kKeys = kPanel<Sum<E>>, kStep = Finish::kWholePanels ? kKeys : kLanes<Sum<E>>;
-  int32_t from[kTileHeight], to[kTileHeight];
-  for (int i = 0; i < kTileHeight; ++i) {
-    from[i] = 0;
-    to[i] = static_cast<int32_t>((width + kTerms<E> - 1) / kTerms<E> * kTerms<E>);
-  }
-  for (int64_t key = 0; key < keys; key += kKeys, panels += depth * kKeys) {
-    for (int64_t i = 0; i < rows; i += kTileHeight) {
-      const int64_t height = HWY_MIN(kTileHeight, rows - i);
-      const int64_t begin = HWY_MAX(seen.first_key[i] - key, 0) / kStep * kStep;
-      const int64_t end = (HWY_MIN(seen.end_key[i + height - 1] - key, kKeys) + kStep - 1) / kStep * kStep;
-      if (end <= begin) continue;
-      kMicros<E, Along::columns, Finish>.run[height - 1][(end - begin) / kLanes<Sum<E>> - 1](
-          {a.row(i), a.ld, panels + begin, kKeys, from, to, &ahead}, finish.at(i, key + begin));
-    }
-  }
+  const PanelProduct<E> product(a, width, panels, depth, ahead);
+  each_panel_tile<E>(seen, rows, keys, [&](int64_t row, int64_t height, int64_t begin, int64_t end) HWY_ATTR {
+    product.run(row, height, begin, end, finish);
+  });
 }
 
 }  // namespace blockcp::cpu::HWY_NAMESPACE

@@ -66,19 +66,19 @@ HWY_INLINE Vector<T> exp2_polynomial(Vector<T> f) {
   return hn::MulAdd(poly, f, hn::Set(tag, T{1}));
 }
 
-// -inf gives exactly 0, NaN stays NaN. Beyond the largest number it is infinite, but on AVX2 of no meaning: there
-// nothing needs it, see knows_bases().
-template <class T>
+// -inf gives exactly 0, NaN stays NaN. Beyond the largest number it is infinite; on AVX2 that costs an instruction
+// more, and without kAlsoLarge it is of no meaning there.
+template <class T, bool kAlsoLarge = true>
 HWY_INLINE Vector<T> exp2(Vector<T> x) {
 #if HWY_TARGET == HWY_AVX3
   return scale_by_power(exp2_polynomial<T>(fraction(x)), x);
 #else
   const Tag<T> tag;
-  const auto lowest = hn::Set(tag, Exp2<T>::kLowest);
+  const auto lowest = hn::Set(tag, Exp2<T>::kLowest), highest = hn::Set(tag, Exp2<T>::kHighest);
 #if HWY_TARGET == HWY_AVX2
   x = hn::Max(lowest, x);  // if one is NaN, the second operand
+  if constexpr (kAlsoLarge) x = hn::Min(highest, x);
 #else
-  const auto highest = hn::Set(tag, Exp2<T>::kHighest);
   x = hn::IfThenElse(hn::Lt(x, lowest), lowest, x);  // other maxima lose NaN
   x = hn::IfThenElse(hn::Gt(x, highest), highest, x);
 #endif
@@ -100,29 +100,14 @@ HWY_INLINE Vector<Sum<E>> scaled(Vector<Sum<E>> product, Vector<Sum<E>> factor) 
 }
 
 // exp2(score - base)
-template <class E>
+template <class E, bool kAlsoLarge = true>
 HWY_INLINE Vector<Sum<E>> weight(Vector<Sum<E>> product, Vector<Sum<E>> factor, Vector<Sum<E>> base) {
-  return exp2<Sum<E>>(hn::Sub(scaled<E>(product, factor), base));
+  return exp2<Sum<E>, kAlsoLarge>(hn::Sub(scaled<E>(product, factor), base));
 }
 
-// Columns outside [first, end) become `hidden`, in those steps of `step` columns that hold some inside.
-template <class T>
-HWY_INLINE void hide_others(T* scores, int64_t first, int64_t end, int64_t step, T hidden) {
-  const Tag<T> tag;
-  const auto hiding = hn::Set(tag, hidden);
-  for (int64_t c = first / step * step; c < first; c += kLanes<T>) {
-    const auto before = hn::FirstN(tag, static_cast<size_t>(first - c));
-    hn::Store(hn::IfThenElse(before, hiding, hn::Load(tag, scores + c)), tag, scores + c);
-  }
-  for (int64_t c = end / kLanes<T> * kLanes<T>; c < (end + step - 1) / step * step; c += kLanes<T>) {
-    const auto inside = hn::FirstN(tag, static_cast<size_t>(HWY_MAX(end - c, 0)));
-    hn::Store(hn::IfThenElse(inside, hn::Load(tag, scores + c), hiding), tag, scores + c);
-  }
-}
-
-// Weights are relative to the base of their row: the largest score of the first key block that it sees. A later score
-// may be larger, as long as its weight is below this; one beyond moves the base. Of most rows no score is, so in nearly
-// all blocks the base is known before the scores are, and they become weights in registers.
+// Weights are relative to the base of their row: the score of the first key that it sees. A later score may be larger,
+// as long as its weight is below this; one beyond moves the base. Of most rows no score is, so the base is known before
+// the scores are, and they become weights in registers.
 template <class T>
 inline constexpr T kMostWeight = 0x1p32;
 template <class T>
@@ -165,30 +150,47 @@ struct PutWeights {
 };
 
 // The running softmax of a tile over one key block: products become weights, laid out as above, and `base`, `sum` and
-// `keep` move on. What becomes of a row depends on its scores alone, not on the rows beside it, nor on which of the two
-// ways its tile goes.
+// `keep` move on. What becomes of a row depends on its scores alone, not on the rows beside it, nor on which of the
+// ways it goes.
 template <class E>
 class Softmax {
  public:
+  // With 16 registers PutWeights had to keep sums in memory, which costs more than it saves.
+  static constexpr bool kInRegisters = kTileVectors == 4;
+
   HWY_INLINE Softmax(const Seen& seen, ForwardTile<E>& tile) : seen_(seen), tile_(tile) {}
 
-  // Whether PutWeights can do it. With 16 registers it had to keep sums in memory, which costs more than it saves.
-  HWY_INLINE bool knows_bases(int64_t keys) const {
-    bool known = kTileVectors == 4 && seen_.first_key[tile_.rows - 1] == 0 && seen_.end_key[0] == keys;
-    for (int64_t r = 0; r < tile_.rows; ++r) known &= tile_.base[r] > kMinusInfinity<T>;
-    return known;
+  // The way of nearly all tiles: weights are made without a look at the scores, panel by panel, or row by row.
+  HWY_INLINE void start() {
+    all_have_bases_ = true;
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      hn::Store(hn::Zero(tag), tag, tile_.sums.row(r));
+      all_have_bases_ &= tile_.base[r] > kMinusInfinity<T>;
+    }
   }
 
-  HWY_INLINE PutWeights<E> start_weights() const {
-    for (int64_t r = 0; r < tile_.rows; ++r) hn::Store(hn::Zero(tag), tag, tile_.sums.row(r));
-    return {tile_.weights, tile_.sums, tile_.base, tile_.score_factor};
+  // Whether PutWeights can do these keys: they are a whole panel that all the rows see, and all have a base.
+  HWY_INLINE bool all_see(int64_t row, int64_t height, int64_t begin, int64_t end) const {
+    const int64_t first = seen_.first_key[row + height - 1];
+    return end - begin == kPanel<T> && end <= seen_.end_key[row] && first <= begin &&
+           (first < begin || all_have_bases_);
   }
 
-  // After PutWeights. False if a weight may be too large, or is NaN: then the products are needed again, for run().
-  HWY_INLINE bool finish_weights() const {
+  HWY_INLINE PutWeights<E> put_weights() const { return {tile_.weights, tile_.sums, tile_.base, tile_.score_factor}; }
+
+  // Scores in columns [begin, end), after Put, become weights.
+  HWY_INLINE void weigh_rows(int64_t row, int64_t height, int64_t begin, int64_t end) const {
+    for (int64_t r = row; r < row + height; ++r) {
+      start_base(r, begin, end);
+      weigh(r, begin, end, tile_.base[r]);
+    }
+  }
+
+  // False if a weight may be too large, or is NaN: then the products are needed again, for run().
+  HWY_INLINE bool finish() const {
     bool all = true;
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      tile_.keep[r] = hn::GetLane(hn::SumOfLanes(tag, hn::Load(tag, tile_.sums.row(r))));
+      tile_.keep[r] = sum_of_lanes(r);
       all &= tile_.keep[r] < kMostWeight<T>;
     }
     for (int64_t r = 0; all && r < tile_.rows; ++r) tile_.sum[r] += tile_.keep[r];
@@ -197,10 +199,17 @@ class Softmax {
 
   // After Put. One loop over rows after the other, so that no row waits for the last step of the one before.
   HWY_INLINE void run() const {
-    for (int64_t r = 0; r < tile_.rows; ++r) tile_.keep[r] = sees_some(r) ? top_of(r) : kMinusInfinity<T>;
+    const int64_t keys = seen_.end_key[tile_.rows - 1];
+    for (int64_t r = 0; r < tile_.rows; ++r) {
+      hn::Store(hn::Zero(tag), tag, tile_.sums.row(r));
+      start_base(r, 0, keys);
+      tile_.keep[r] = top_of(r);
+    }
     for (int64_t r = 0; r < tile_.rows; r += kLanes<T>) move_bases(r);
     for (int64_t r = 0; r < tile_.rows; ++r) {
-      if (sees_some(r)) tile_.sum[r] = tile_.sum[r] * tile_.keep[r] + weigh(r);
+      // Only infinite scores leave a row without a base: their weights are 0, relative to anything.
+      weigh(r, 0, keys, tile_.base[r] == kMinusInfinity<T> ? 0 : tile_.base[r]);
+      tile_.sum[r] = tile_.sum[r] * tile_.keep[r] + sum_of_lanes(r);
     }
   }
 
@@ -210,40 +219,51 @@ class Softmax {
   static constexpr Tag<T> tag{};
   static constexpr int64_t kStep = kLanes<T> * kTerms<E>;
 
-  HWY_INLINE bool sees_some(int64_t r) const { return seen_.first_key[r] < seen_.end_key[r]; }
-  HWY_INLINE int64_t from(int64_t r) const { return seen_.first_key[r] / kStep * kStep; }
+  HWY_INLINE T sum_of_lanes(int64_t r) const {
+    return hn::GetLane(hn::SumOfLanes(tag, hn::Load(tag, tile_.sums.row(r))));
+  }
+
+  HWY_INLINE void start_base(int64_t r, int64_t begin, int64_t end) const {
+    const int64_t first = seen_.first_key[r];
+    if (tile_.base[r] > kMinusInfinity<T> || first < begin || first >= HWY_MIN(end, seen_.end_key[r])) return;
+    tile_.base[r] = hn::GetLane(scaled<E>(hn::Set(tag, tile_.weights.row(r)[first]), hn::Set(tag, tile_.score_factor)));
+  }
+
+  // x in the columns from c on that the row sees, `other` elsewhere.
+  HWY_INLINE V if_seen(int64_t r, int64_t c, V x, V other) const {
+    const int64_t first = seen_.first_key[r] - c, end = seen_.end_key[r] - c;
+    if (first <= 0 && end >= kLanes<T>) return x;
+    if (end < kLanes<T>) x = hn::IfThenElse(hn::FirstN(tag, static_cast<size_t>(HWY_MAX(end, 0))), x, other);
+    return first > 0 ? hn::IfThenElse(hn::FirstN(tag, static_cast<size_t>(first)), other, x) : x;
+  }
 
   HWY_INLINE T top_of(int64_t r) const {
-    T* scores = tile_.weights.row(r);
-    const int64_t end = seen_.end_key[r];
-    const V factor = hn::Set(tag, tile_.score_factor);
-    hide_others(scores, seen_.first_key[r], end, kStep,
-                tile_.score_factor < 0 ? -kMinusInfinity<T> : kMinusInfinity<T>);
-    V top = hn::Set(tag, kMinusInfinity<T>);
-    for (int64_t c = from(r); c < end; c += kLanes<T>) {
-      top = hn::Max(top, scaled<E>(hn::Load(tag, scores + c), factor));
+    const T* scores = tile_.weights.row(r);
+    const V factor = hn::Set(tag, tile_.score_factor), hidden = hn::Set(tag, kMinusInfinity<T>);
+    V top = hidden;
+    for (int64_t c = seen_.first_key[r] / kLanes<T> * kLanes<T>; c < seen_.end_key[r]; c += kLanes<T>) {
+      top = hn::Max(top, if_seen(r, c, scaled<E>(hn::Load(tag, scores + c), factor), hidden));
     }
     return hn::GetLane(hn::MaxOfLanes(tag, top));
   }
 
-  // Only infinite scores leave a row without a base: their weights are 0, relative to anything.
-  static HWY_INLINE V or_zero(V base) {
-    return hn::IfThenZeroElse(hn::Eq(base, hn::Set(tag, kMinusInfinity<T>)), base);
-  }
-
   HWY_INLINE void move_bases(int64_t r) const {
     const V before = hn::Load(tag, tile_.base + r), top = hn::Load(tag, tile_.keep + r);
+    const V none = hn::Set(tag, kMinusInfinity<T>);
     const V base = hn::IfThenElse(hn::Gt(top, hn::Add(before, hn::Set(tag, kMostAbove<T>))), top, before);
-    hn::Store(exp2<T>(hn::Sub(before, or_zero(base))), tag, tile_.keep + r);
+    hn::Store(exp2<T>(hn::Sub(before, hn::IfThenZeroElse(hn::Eq(base, none), base))), tag, tile_.keep + r);
     hn::Store(base, tag, tile_.base + r);
   }
 
-  HWY_INLINE T weigh(int64_t r) const {
+  HWY_INLINE void weigh(int64_t r, int64_t begin, int64_t end, T relative_to) const {
     T* scores = tile_.weights.row(r);
-    const V factor = hn::Set(tag, tile_.score_factor), base = or_zero(hn::Set(tag, tile_.base[r]));
-    const auto weight_at = [&](int64_t c) HWY_ATTR { return weight<E>(hn::Load(tag, scores + c), factor, base); };
-    V sums = hn::Zero(tag);
-    for (int64_t c = from(r); c < seen_.end_key[r]; c += kStep) {
+    const V factor = hn::Set(tag, tile_.score_factor), base = hn::Set(tag, relative_to);
+    const auto weight_at = [&](int64_t c) HWY_ATTR {
+      return if_seen(r, c, weight<E>(hn::Load(tag, scores + c), factor, base), hn::Zero(tag));
+    };
+    V sums = hn::Load(tag, tile_.sums.row(r));
+    for (int64_t c = HWY_MAX(begin, seen_.first_key[r]) / kStep * kStep; c < HWY_MIN(end, seen_.end_key[r]);
+         c += kStep) {
       const V first = weight_at(c);
       sums = hn::Add(sums, first);
       if constexpr (kTerms<E> == 1) {
@@ -254,14 +274,15 @@ class Softmax {
         hn::Store(hn::BitCast(tag, round_to_bf16(first, second)), tag, scores + c / kTerms<E>);
       }
     }
-    return hn::GetLane(hn::SumOfLanes(tag, sums));
+    hn::Store(sums, tag, tile_.sums.row(r));
   }
 
   const Seen& seen_;
   ForwardTile<E>& tile_;
+  bool all_have_bases_ = false;
 };
 
-// What backward makes of <q, k>: p, which is exp2(score - lse).
+// What backward makes of <q, k>: p, which is exp2(score - lse), and at most 1.
 template <class E>
 struct PutP {
   static constexpr bool kWholePanels = false;
@@ -280,7 +301,7 @@ struct PutP {
     const auto factor = hn::Set(tag, score_factor), less = hn::Set(tag, lse[i]);
 #pragma GCC unroll kUnroll
     for (int v = 0; v < kVectors; ++v) {
-      hn::Store(weight<E>(sum[i][v], factor, less), tag, p.row(i) + v * kLanes<T>);
+      hn::Store(weight<E, false>(sum[i][v], factor, less), tag, p.row(i) + v * kLanes<T>);
     }
   }
 };
