@@ -1,8 +1,8 @@
 // The tensors of a run, whole: ranks see strided parts of them, so that nothing is gathered to be checked.
 #pragma once
 
+#include "blockcp/base/memory.h"
 #include "blockcp/engine/engine.h"
-#include "blockcp/engine/memory.h"
 
 namespace blockcp {
 

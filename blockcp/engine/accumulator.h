@@ -1,8 +1,8 @@
 // A result of backward: summed in the accumulator type and rounded once at the end, or written at once.
 #pragma once
 
+#include "blockcp/base/memory.h"
 #include "blockcp/engine/engine.h"
-#include "blockcp/engine/memory.h"
 
 namespace blockcp {
 

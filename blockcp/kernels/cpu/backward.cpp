@@ -44,7 +44,7 @@ struct Meeting {
 // The dq of all tiles of a chain, between key blocks.
 template <class T>
 struct Slot {
-  Slot(int64_t rows, int64_t width) : dq(rows, width) {}
+  Slot(int64_t rows, int64_t width, Arena& arena) : dq(arena, rows, width) {}
   PackedBuffer<T> dq;
   Turns turns;
 };
@@ -56,21 +56,21 @@ template <class E>
 struct Scratch {
   using T = Sum<E>;
 
-  explicit Scratch(const Sizes& sizes)
-      : k(sizes.key_block, sizes.key_depth),
-        v(sizes.key_block, sizes.value_depth),
-        q(sizes.tile_rows, sizes.key_depth),
-        dout(sizes.tile_rows, sizes.value_depth),
-        dk(sizes.key_block, sizes.key_width),
-        dv(sizes.key_block, sizes.value_width),
-        dq(sizes.tile_rows, sizes.key_width),
-        p(sizes.tile_rows, sizes.key_block),
-        ds(sizes.tile_rows, sizes.key_block),
-        some_out(kSomeRows, sizes.value_width),
-        some_dout(kSomeRows, sizes.value_width),
-        k_panels(sizes.key_block * sizes.key_depth),
-        v_panels(sizes.key_block * sizes.value_depth),
-        numbers(3 * sizes.tile_rows),
+  Scratch(const Sizes& sizes, Arena& arena)
+      : k(arena, sizes.key_block, sizes.key_depth),
+        v(arena, sizes.key_block, sizes.value_depth),
+        q(arena, sizes.tile_rows, sizes.key_depth),
+        dout(arena, sizes.tile_rows, sizes.value_depth),
+        dk(arena, sizes.key_block, sizes.key_width),
+        dv(arena, sizes.key_block, sizes.value_width),
+        dq(arena, sizes.tile_rows, sizes.key_width),
+        p(arena, sizes.tile_rows, sizes.key_block),
+        ds(arena, sizes.tile_rows, sizes.key_block),
+        some_out(arena, kSomeRows, sizes.value_width),
+        some_dout(arena, kSomeRows, sizes.value_width),
+        k_panels(arena, sizes.key_block * sizes.key_depth),
+        v_panels(arena, sizes.key_block * sizes.value_depth),
+        numbers(arena, 3 * sizes.tile_rows),
         tile_rows(sizes.tile_rows),
         ones(static_cast<size_t>(std::max(sizes.tile_rows, sizes.key_block)), T{1}),
         first_key(static_cast<size_t>(sizes.tile_rows)),
@@ -80,10 +80,10 @@ struct Scratch {
     // Nothing may be allocated between the first item and the last: others wait for a thread's items.
     spans.reserve(static_cast<size_t>(4 * sizes.tile_rows + 4 * sizes.key_block));
     if constexpr (kTerms<E> != 1) {
-      k_pairs = PackedBuffer<E>(sizes.key_block / kTerms<E>, sizes.key_width);
-      q_pairs = PackedBuffer<E>(sizes.tile_rows / kTerms<E>, sizes.key_width);
-      dout_pairs = PackedBuffer<E>(sizes.tile_rows / kTerms<E>, sizes.value_width);
-      ds_rows = PackedBuffer<E>(sizes.tile_rows, sizes.key_block / kTerms<E>);
+      k_pairs = PackedBuffer<E>(arena, sizes.key_block / kTerms<E>, sizes.key_width);
+      q_pairs = PackedBuffer<E>(arena, sizes.tile_rows / kTerms<E>, sizes.key_width);
+      dout_pairs = PackedBuffer<E>(arena, sizes.tile_rows / kTerms<E>, sizes.value_width);
+      ds_rows = PackedBuffer<E>(arena, sizes.tile_rows, sizes.key_block / kTerms<E>);
     }
   }
 
@@ -184,9 +184,10 @@ class Backward {
         shared_(args.all_queries ? std::span<const AttentionBlock>() : args.blocks, args.blocks.size(), sizeof(T)),
         finished_(args.blocks.size() * static_cast<size_t>(args.shape.kv_heads)) {
     plan_items();
-    plan_slots();
     const auto threads = static_cast<size_t>(args.parallel->threads());
-    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_));
+    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_, arena_));
+    plan_slots();
+    arena_.allocate();
   }
 
   void run() {
@@ -267,7 +268,7 @@ class Backward {
       ++items[static_cast<size_t>(item.chain)];
     }
     const size_t count = std::min(most_beside_, items.size());
-    for (size_t i = 0; i < count; ++i) slots_.push_back(std::make_unique<Slot<T>>(rows, sizes_.key_width));
+    for (size_t i = 0; i < count; ++i) slots_.push_back(std::make_unique<Slot<T>>(rows, sizes_.key_width, arena_));
     items_before_ = items_before(items, count);
   }
 
@@ -540,6 +541,7 @@ class Backward {
   std::vector<std::atomic<int64_t>> finished_;  // per block and KV head: key blocks whose dk and dv are added
   size_t most_beside_ = 0;
   std::vector<int64_t> items_before_;  // per chain with a slot: items of earlier chains in the same slot
+  Arena arena_;
   std::vector<std::unique_ptr<Slot<T>>> slots_;
   std::vector<std::unique_ptr<Scratch<E>>> scratch_;
 };

@@ -26,12 +26,12 @@ struct Item {
 template <class E>
 class Slot {
  public:
-  Slot(const Sizes& sizes, int64_t blocks)
+  Slot(const Sizes& sizes, int64_t blocks, Arena& arena)
       : panel_size_(sizes.key_block * sizes.key_depth),
         value_rows_(sizes.key_block / kTerms<E>),
         value_ld_(PackedBuffer<E>::leading(sizes.value_width)),
-        panels_(blocks * panel_size_),
-        values_(blocks * value_rows_ * value_ld_),
+        panels_(arena, blocks * panel_size_),
+        values_(arena, blocks * value_rows_ * value_ld_),
         states_(static_cast<size_t>(blocks)) {}
 
   static int64_t bytes_of_block(const Sizes& sizes) {
@@ -76,37 +76,45 @@ template <class E>
 struct Scratch {
   using T = Sum<E>;
 
-  Scratch(const Sizes& sizes, int lanes)
-      : q(sizes.tile_rows, sizes.key_depth),
-        key_rows(sizes.key_block, std::max(sizes.key_depth, sizes.value_depth)),
-        weights(sizes.tile_rows, sizes.key_block),
-        out(sizes.tile_rows, sizes.value_width),
-        before(1, sizes.value_width),
-        sums(sizes.tile_rows, lanes),
-        numbers(4 * sizes.tile_rows),
+  Scratch(const Sizes& sizes, int lanes, Arena& arena)
+      : q(arena, sizes.tile_rows, sizes.key_depth),
+        key_rows(arena, sizes.key_block, std::max(sizes.key_depth, sizes.value_depth)),
+        weights(arena, sizes.tile_rows, sizes.key_block),
+        out(arena, sizes.tile_rows, sizes.value_width),
+        before(arena, 1, sizes.value_width),
+        sums(arena, sizes.tile_rows, lanes),
+        base(arena, sizes.tile_rows),
+        sum(arena, sizes.tile_rows),
+        keep(arena, sizes.tile_rows),
+        factor(arena, sizes.tile_rows),
         seen(static_cast<size_t>(sizes.tile_rows)),
         first_key(static_cast<size_t>(sizes.tile_rows)),
         end_key(static_cast<size_t>(sizes.tile_rows)) {
-    tile.q = q;
-    tile.weights = weights;
-    tile.out = out;
-    tile.sums = sums;
-    tile.base = numbers.get();
-    tile.sum = tile.base + sizes.tile_rows;
-    tile.keep = tile.sum + sizes.tile_rows;
-    factor = tile.keep + sizes.tile_rows;
     // Nothing may be allocated between the first item and the last: others wait for a thread's items.
     spans.reserve(static_cast<size_t>(2 * sizes.tile_rows + 2 * sizes.key_block + 2));
     next_spans.reserve(spans.capacity());
   }
+
+  ForwardTile<E> tile(int64_t rows, const Factors<E>& factors) {
+    return {.rows = rows,
+            .q = q,
+            .weights = weights,
+            .out = out,
+            .sums = sums,
+            .score_factor = factors.score,
+            .base = base.get(),
+            .sum = sum.get(),
+            .keep = keep.get(),
+            .ahead = &ahead};
+  }
+
   PackedBuffer<E> q, key_rows;
   PackedBuffer<T> weights, out, before, sums;
-  Buffer<T> numbers;
-  T* factor;
-  ForwardTile<E> tile;
+  Buffer<T> base, sum, keep, factor;
   std::vector<Range> seen;  // of each row, in positions
   std::vector<int32_t> first_key, end_key;
   std::vector<Ahead::Span> spans, next_spans;
+  Ahead ahead;
 };
 
 template <class E>
@@ -116,8 +124,9 @@ class Forward {
       : args_(args), isa_(isa), factors_(Factors<E>::of(args.scale)), sizes_(sizes_of(args.shape, isa)) {
     plan_items();
     const auto threads = static_cast<size_t>(args.parallel->threads());
-    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_, isa.lanes));
-    for (size_t i = 0; i < slot_count(); ++i) slots_.push_back(std::make_unique<Slot<E>>(sizes_, most_blocks_));
+    for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_, isa.lanes, arena_));
+    for (size_t i = 0; i < slot_count(); ++i) slots_.push_back(std::make_unique<Slot<E>>(sizes_, most_blocks_, arena_));
+    arena_.allocate();
   }
 
   void run() {
@@ -200,7 +209,8 @@ class Forward {
                 Scratch<E>& scratch) {
     const int64_t kv_head = units_[static_cast<size_t>(unit)].kv_head;
     const TileRows rows = tile_rows(block, kv_head, index);
-    start(rows, block, grid, scratch);
+    ForwardTile<E> tile = scratch.tile(rows.count, factors_);
+    start(rows, block, grid, scratch, tile);
 
     const Range seen{scratch.seen.front().begin, scratch.seen[static_cast<size_t>(rows.count - 1)].end};
     const int64_t size = sizes_.key_block;
@@ -213,11 +223,11 @@ class Forward {
         append_spans(rows, args_.shape.dtype, block.out, sizes_.value_dim, scratch.spans);
         scratch.spans.insert(scratch.spans.end(), scratch.next_spans.begin(), scratch.next_spans.end());
       }
-      scratch.tile.ahead = Ahead(scratch.spans);
+      scratch.ahead = Ahead(scratch.spans);
       isa_.forward(sizes_, seen_in(b, rows.count, scratch), slot.panels(b - grid.first()),
-                   slot.values(b - grid.first()), scratch.tile);
+                   slot.values(b - grid.first()), tile);
     }
-    finish(rows, block, scratch);
+    finish(rows, block, scratch, tile);
   }
 
   TileRows tile_rows(const AttentionBlock& block, int64_t kv_head, int64_t index) const {
@@ -241,10 +251,8 @@ class Forward {
     cpu::append_spans(grid, grid.first(), type, &KeyRows::v, unit.kv_head, sizes_.value_dim, spans);
   }
 
-  void start(const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, Scratch<E>& scratch) {
-    ForwardTile<E>& tile = scratch.tile;
-    tile.rows = rows.count;
-    tile.score_factor = factors_.score;
+  void start(const TileRows& rows, const AttentionBlock& block, const KeyGrid& grid, Scratch<E>& scratch,
+             const ForwardTile<E>& tile) {
     pack_tile(isa_, rows, args_.shape.dtype, block.q, sizes_.head_dim, factors_.q, tile.q);
     Range seen;
     int64_t last_row = -1;
@@ -283,26 +291,27 @@ class Forward {
   // In double: a rounding of the large part would outweigh the small one.
   static T natural_lse(double base, double sum) { return static_cast<T>(base / kLog2E + std::log(sum)); }
 
-  void finish(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch) {
-    const ForwardTile<E>& tile = scratch.tile;
+  void finish(const TileRows& rows, const AttentionBlock& block, Scratch<E>& scratch, const ForwardTile<E>& tile) {
+    T* factor = scratch.factor.get();
     rows.each([&](int64_t r, int64_t row, int64_t head) {
       T& lse = number<T>(block.lse, row, head);
       Partial<T> mine{{}, tile.sum[r] == 0 ? Partial<T>::kNothing : natural_lse(tile.base[r], tile.sum[r])};
-      scratch.factor[r] = tile.sum[r] == 0 ? 0 : 1 / tile.sum[r];
-      if (args_.merge) merge_row(rows, r, block, scratch, mine, lse);
+      factor[r] = tile.sum[r] == 0 ? 0 : 1 / tile.sum[r];
+      if (args_.merge) merge_row(rows, r, block, scratch, tile.out.row(r), mine, lse);
       lse = mine.lse;
     });
     const DType type = args_.merge ? accumulator(args_.shape.dtype) : args_.shape.dtype;
-    unpack_tile(isa_, rows, tile.out, scratch.factor, sizes_.value_dim, type, block.out);
+    unpack_tile(isa_, rows, tile.out, factor, sizes_.value_dim, type, block.out);
   }
 
   // The row's result so far is merged into the tile, which then holds both and needs no factor any more.
-  void merge_row(const TileRows& rows, int64_t r, const AttentionBlock& block, Scratch<E>& scratch, Partial<T>& mine,
-                 T lse_before) {
+  void merge_row(const TileRows& rows, int64_t r, const AttentionBlock& block, Scratch<E>& scratch, T* out,
+                 Partial<T>& mine, T lse_before) {
     const auto width = static_cast<size_t>(sizes_.value_width);
-    mine.out = {scratch.tile.out.row(r), width};
-    for (T& x : mine.out) x *= scratch.factor[r];
-    scratch.factor[r] = 1;
+    T& factor = scratch.factor.get()[r];
+    mine.out = {out, width};
+    for (T& x : mine.out) x *= factor;
+    factor = 1;
     const Packed<T> before = scratch.before;
     isa_.pack_sums(at(accumulator(args_.shape.dtype), block.out, rows.row(r), rows.head(r), 0), 1, sizes_.value_dim,
                    T{1}, before);
@@ -317,6 +326,7 @@ class Forward {
   std::vector<int64_t> items_of_unit_, items_before_;  // before: of earlier units in the same slot
   std::vector<Item> items_;
   int64_t most_blocks_ = 0;
+  Arena arena_;
   std::vector<std::unique_ptr<Scratch<E>>> scratch_;
   std::vector<std::unique_ptr<Slot<E>>> slots_;
 };

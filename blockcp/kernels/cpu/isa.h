@@ -103,23 +103,23 @@ struct Factors {
 // One query tile on its way through the key blocks, forward.
 template <class E>
 struct ForwardTile {
-  int64_t rows = 0;
+  int64_t rows;
   Packed<E> q;
   Packed<Sum<E>> weights;  // [rows, key block]: <q, k>, then, as E, exp2(score - base)
   Packed<Sum<E>> out;      // sum of weights times v
   Packed<Sum<E>> sums;     // of the weights of a key block, lane by lane
   Sum<E> score_factor;
-  Sum<E>* base = nullptr;  // the score that weights are relative to, base 2; -inf before the first
-  Sum<E>* sum = nullptr;   // of the weights
-  Sum<E>* keep = nullptr;  // what the last key block left of out
-  Ahead ahead;
+  Sum<E>* base;  // the score that weights are relative to, base 2; -inf before the first
+  Sum<E>* sum;   // of the weights
+  Sum<E>* keep;  // what the last key block left of out
+  Ahead* ahead;
 };
 
 // One query tile against one key block, backward. Products run along rows of q, dout and ds_rows, and over the rows of
 // q_terms, dout_terms, p and ds, which hold kTerms<E> rows each; with one they are the same memory.
 template <class E>
 struct BackwardTile {
-  int64_t rows = 0;
+  int64_t rows;
   Packed<E> q, dout;
   Packed<E> q_terms, dout_terms;
   Packed<Sum<E>> p, ds;  // [rows, key block]: in the end as E, in the first of kTerms<E> rows
@@ -161,7 +161,8 @@ struct Isa {
   // Pairs along rows become pairs of rows: dst row i holds src rows 2 i and 2 i + 1. Null where an element is one term.
   void (*pair_rows)(Packed<E> rows, int64_t count, int64_t width, Packed<E> dst);
 
-  void (*forward)(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, ForwardTile<E>& tile);
+  void (*forward)(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms,
+                  const ForwardTile<E>& tile);
   // p, ds, then dk and dv, all but dq.
   void (*backward)(const Sizes& sizes, const Seen& seen, const BackwardKeys<E>& keys, const BackwardTile<E>& tile);
   // dq += ds k

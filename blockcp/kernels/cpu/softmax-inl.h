@@ -158,7 +158,7 @@ class Softmax {
   // With 16 registers PutWeights had to keep sums in memory, which costs more than it saves.
   static constexpr bool kInRegisters = kTileVectors == 4;
 
-  HWY_INLINE Softmax(const Seen& seen, ForwardTile<E>& tile) : seen_(seen), tile_(tile) {}
+  HWY_INLINE Softmax(const Seen& seen, const ForwardTile<E>& tile) : seen_(seen), tile_(tile) {}
 
   // The way of nearly all tiles: weights are made without a look at the scores, panel by panel, or row by row.
   HWY_INLINE void start() {
@@ -278,7 +278,7 @@ class Softmax {
   }
 
   const Seen& seen_;
-  ForwardTile<E>& tile_;
+  const ForwardTile<E>& tile_;
   bool all_have_bases_ = false;
 };
 

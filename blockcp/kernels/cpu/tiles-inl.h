@@ -21,14 +21,14 @@ HWY_INLINE Packed<E> as_elements(Packed<Sum<E>> rows) {
 }
 
 template <class E>
-void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, ForwardTile<E>& tile) {
-  const PanelProduct<E> product(tile.q, sizes.head_dim, k_panels, sizes.key_depth, tile.ahead);
+void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, const ForwardTile<E>& tile) {
+  const PanelProduct<E> product(tile.q, sizes.head_dim, k_panels, sizes.key_depth, *tile.ahead);
   const Put<E> put{tile.weights};
   const auto each_tile = [&](const auto& visit)
                              HWY_ATTR { each_panel_tile<E>(seen, tile.rows, sizes.key_block, visit); };
   const auto add_values = [&](const auto& finish) HWY_ATTR {
     accumulate<E, Along::columns>(as_elements<E>(tile.weights), v_terms, seen.first_key, seen.end_key, tile.rows,
-                                  sizes.value_width, tile.ahead, finish);
+                                  sizes.value_width, *tile.ahead, finish);
   };
 
   Softmax<E> softmax(seen, tile);
