@@ -22,10 +22,11 @@ HWY_INLINE Packed<E> as_elements(Packed<Sum<E>> rows) {
 
 template <class E>
 void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> v_terms, const ForwardTile<E>& tile) {
-  const PanelProduct<E> product(tile.q, sizes.head_dim, k_panels, sizes.key_depth, *tile.ahead);
   const Put<E> put{tile.weights};
-  const auto each_tile = [&](const auto& visit)
-                             HWY_ATTR { each_panel_tile<E>(seen, tile.rows, sizes.key_block, visit); };
+  const auto put_scores = [&]() HWY_ATTR {
+    multiply_panels(tile.q, sizes.head_dim, k_panels, sizes.key_depth, seen, tile.rows, sizes.key_block, *tile.ahead,
+                    put);
+  };
   const auto add_values = [&](const auto& finish) HWY_ATTR {
     accumulate<E, Along::columns>(as_elements<E>(tile.weights), v_terms, seen.first_key, seen.end_key, tile.rows,
                                   sizes.value_width, *tile.ahead, finish);
@@ -34,19 +35,19 @@ void forward(const Sizes& sizes, const Seen& seen, const E* k_panels, Packed<E> 
   Softmax<E> softmax(seen, tile);
   softmax.start();
   if constexpr (Softmax<E>::kInRegisters) {
-    each_tile([&](int64_t row, int64_t height, int64_t begin, int64_t end) HWY_ATTR {
+    const PanelProduct<E> product(tile.q, sizes.head_dim, k_panels, sizes.key_depth, *tile.ahead);
+    const auto put_weights = [&](int64_t row, int64_t height, int64_t begin, int64_t end) HWY_ATTR {
       if (softmax.all_see(row, height, begin, end)) return product.run(row, height, begin, end, softmax.put_weights());
       product.run(row, height, begin, end, put);
       softmax.weigh_rows(row, height, begin, end);
-    });
+    };
+    each_panel_tile<E>(seen, tile.rows, sizes.key_block, put_weights);
   } else {
-    each_tile([&](int64_t row, int64_t height, int64_t begin, int64_t end)
-                  HWY_ATTR { product.run(row, height, begin, end, put); });
+    put_scores();
     softmax.weigh_rows(0, tile.rows, 0, sizes.key_block);
   }
   if (softmax.finish()) return add_values(AddTo<E>{tile.out});
-  each_tile([&](int64_t row, int64_t height, int64_t begin, int64_t end)
-                HWY_ATTR { product.run(row, height, begin, end, put); });
+  put_scores();
   softmax.run();
   add_values(KeepAndAdd<E>{tile.out, tile.keep});
 }
