@@ -10,6 +10,7 @@
 #include <hwy/highway.h>
 
 #include <cmath>
+#include <utility>
 
 #include "blockcp/kernels/cpu/product-inl.h"
 
@@ -105,15 +106,13 @@ HWY_INLINE Vector<Sum<E>> weight(Vector<Sum<E>> product, Vector<Sum<E>> factor, 
   return exp2<Sum<E>, kAlsoLarge>(hn::Sub(scaled<E>(product, factor), base));
 }
 
-// Weights are relative to the base of their row: the score of the first key that it sees. A later score may be larger,
-// as long as its weight is below this; one beyond moves the base. Of most rows no score is, so the base is known before
-// the scores are, and they become weights in registers.
+// Weights are relative to the base of their row: the score of the first key that it sees. Later scores may be larger,
+// as long as the weights of a key block add up to less than this; else the base moves to the largest of them. That is
+// rare, so the base is known before the scores are, and they become weights in registers.
 template <class T>
 inline constexpr T kMostWeight = 0x1p32;
-template <class T>
-inline constexpr T kMostAbove = 32;  // its logarithm
 
-// What forward makes of <q, k> for rows that have a base and see the whole block: weights, as elements that lie densely
+// What forward makes of <q, k> for rows that have a base and see the whole panel: weights, as elements that lie densely
 // from the start of the row on, and their sums, lane by lane.
 template <class E>
 struct PutWeights {
@@ -186,7 +185,7 @@ class Softmax {
     }
   }
 
-  // False if a weight may be too large, or is NaN: then the products are needed again, for run().
+  // False if some weights are too large, or NaN: then the products are needed again, for run().
   HWY_INLINE bool finish() const {
     bool all = true;
     for (int64_t r = 0; r < tile_.rows; ++r) {
@@ -197,18 +196,13 @@ class Softmax {
     return all;
   }
 
-  // After Put. One loop over rows after the other, so that no row waits for the last step of the one before.
+  // After finish() and Put.
   HWY_INLINE void run() const {
-    const int64_t keys = seen_.end_key[tile_.rows - 1];
     for (int64_t r = 0; r < tile_.rows; ++r) {
+      tile_.keep[r] = tile_.keep[r] < kMostWeight<T> ? 1 : move_base(r);
       hn::Store(hn::Zero(tag), tag, tile_.sums.row(r));
-      start_base(r, 0, keys);
-      tile_.keep[r] = top_of(r);
-    }
-    for (int64_t r = 0; r < tile_.rows; r += kLanes<T>) move_bases(r);
-    for (int64_t r = 0; r < tile_.rows; ++r) {
       // Only infinite scores leave a row without a base: their weights are 0, relative to anything.
-      weigh(r, 0, keys, tile_.base[r] == kMinusInfinity<T> ? 0 : tile_.base[r]);
+      weigh(r, 0, seen_.end_key[r], or_zero(tile_.base[r]));
       tile_.sum[r] = tile_.sum[r] * tile_.keep[r] + sum_of_lanes(r);
     }
   }
@@ -247,12 +241,12 @@ class Softmax {
     return hn::GetLane(hn::MaxOfLanes(tag, top));
   }
 
-  HWY_INLINE void move_bases(int64_t r) const {
-    const V before = hn::Load(tag, tile_.base + r), top = hn::Load(tag, tile_.keep + r);
-    const V none = hn::Set(tag, kMinusInfinity<T>);
-    const V base = hn::IfThenElse(hn::Gt(top, hn::Add(before, hn::Set(tag, kMostAbove<T>))), top, before);
-    hn::Store(exp2<T>(hn::Sub(before, hn::IfThenZeroElse(hn::Eq(base, none), base))), tag, tile_.keep + r);
-    hn::Store(base, tag, tile_.base + r);
+  static HWY_INLINE T or_zero(T base) { return base == kMinusInfinity<T> ? 0 : base; }
+
+  // Returns what remains of the weights so far.
+  HWY_INLINE T move_base(int64_t r) const {
+    const T before = std::exchange(tile_.base[r], top_of(r));
+    return hn::GetLane(exp2<T>(hn::Set(tag, before - or_zero(tile_.base[r]))));
   }
 
   HWY_INLINE void weigh(int64_t r, int64_t begin, int64_t end, T relative_to) const {
