@@ -19,10 +19,23 @@ class Ahead {
   // The spans must not be empty, and must live as long as steps are taken.
   explicit Ahead(std::span<const Span> spans) : next_(spans.data()), last_(spans.data() + spans.size()) { advance(); }
 
-  void step() {
-    __builtin_prefetch(line_, 0, 2);
-    line_ += step_;
-    if (line_ >= end_) advance();
+  struct Lines {
+    const char* line;
+    int64_t step, count;
+
+    void fetch() {
+      __builtin_prefetch(line, 0, 2);
+      line += step;
+    }
+  };
+
+  // The next lines: `most` or less, but at least one, to be fetched by as many steps.
+  Lines take(int64_t most) {
+    const Lines lines{line_, step_, most < left_ ? most : left_};
+    line_ += lines.count * step_;
+    left_ -= lines.count;
+    if (left_ == 0) advance();
+    return lines;
   }
 
  private:
@@ -32,18 +45,17 @@ class Ahead {
     if (next_ == last_) {
       line_ -= step_;
       step_ = 0;
-      end_ = reinterpret_cast<const char*>(std::numeric_limits<intptr_t>::max());
+      left_ = std::numeric_limits<int64_t>::max();
     } else {
       line_ = next_->begin;
-      end_ = line_ + next_->bytes;
+      left_ = (next_->bytes + kLine - 1) / kLine;
       step_ = kLine;
       ++next_;
     }
   }
 
   const char* line_ = nullptr;
-  const char* end_ = reinterpret_cast<const char*>(std::numeric_limits<intptr_t>::max());
-  int64_t step_ = 0;
+  int64_t step_ = 0, left_ = std::numeric_limits<int64_t>::max();
   const Span* next_ = nullptr;
   const Span* last_ = nullptr;
 };

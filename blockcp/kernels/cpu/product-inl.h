@@ -28,7 +28,11 @@ template <class T>
 inline constexpr int kPanel = kTileVectors* kLanes<T>;
 inline constexpr int kUnroll = 8;  // more than any tile has rows or vectors
 
-template <class E>
+// a(i, t): a[i][t], or a[t][i] where the product runs over a's rows.
+enum class Along { columns, rows };
+
+// One register tile whose rows add different elements.
+template <class E, class Finish>
 struct Product {
   const E* a;
   int64_t a_ld;
@@ -37,15 +41,20 @@ struct Product {
   const int32_t* first;  // both ends never decrease with i; counted in terms
   const int32_t* end;
   Ahead* ahead;
-};
+  Finish finish;
 
-// a(i, t): a[i][t], or a[t][i] where the product runs over a's rows.
-enum class Along { columns, rows };
+  // Elements in which all of so many rows take part.
+  HWY_INLINE int64_t all_begin(int rows) const { return elements_up(first[rows - 1]); }
+  HWY_INLINE int64_t all_end() const { return end[0] / kTerms<E>; }
+
+  static HWY_INLINE int64_t elements_up(int64_t terms) { return (terms + kTerms<E> - 1) / kTerms<E>; }
+};
 
 // Finishes. `at` is the same one for rows from `row` and columns from `column` on; `row` is called once for each row i
 // of a register tile, in ascending order, when the sums of rows 0 to i are complete.
 template <class E, bool kAdd>
 struct PutOrAdd {
+  static constexpr bool kOfPanels = !kAdd;     // whether b is a panel of packed keys
   static constexpr bool kWholePanels = false;  // whether it takes tiles of full width only
   Packed<Sum<E>> c;
 
@@ -70,6 +79,7 @@ using AddTo = PutOrAdd<E, true>;  // c += sum
 // c = c keep + sum. Where keep is 1 that is AddTo, bit for bit, which takes nothing from the multiplications' time.
 template <class E>
 struct KeepAndAdd {
+  static constexpr bool kOfPanels = false;
   static constexpr bool kWholePanels = false;
   Packed<Sum<E>> c;
   const Sum<E>* keep;
@@ -88,13 +98,33 @@ struct KeepAndAdd {
   }
 };
 
+// The vector units are behind by a hundred multiplications, and go on with them while the next tile begins, if only its
+// addresses do not wait for them: what a compiler copies or spills through vector registers stands at the end of that
+// line. So arguments come in registers or by reference, and few numbers are kept while sums are.
 template <class E, Along kAlong, class Finish, int kRows, int kVectors>
 class Micro {
  public:
-  static HWY_NOINLINE void run(const Product<E>& p, Finish finish) {
-    const bool same = p.first[0] == p.first[kRows - 1] && p.end[0] == p.end[kRows - 1] && p.first[0] < p.end[0];
-    return same && p.first[0] % kTerms<E> == 0 && p.end[0] % kTerms<E> == 0 ? run_whole(p, finish)
-                                                                            : run_some(p, finish);
+  // All rows add the same elements: n of them, one at least, from a and b on.
+  static HWY_NOINLINE void run_same(const E* a, int64_t a_ld, const E* b, int64_t b_ld, int64_t n, Ahead* ahead,
+                                    const Finish* finish) {
+    Micro tile;
+    tile.start();
+    Elements from(a, a_ld, b, b_ld);
+    tile.add_all(from, n - 1, *ahead);
+    tile.finish_rows(*finish, [&](int i) HWY_ATTR { tile.add_row(i, from); });
+  }
+
+  // On both sides of where all rows take part, if anywhere, only some do.
+  static HWY_NOINLINE void run_some(const Product<E, Finish>& p) {
+    Micro tile;
+    tile.start();
+    const int64_t begin = p.all_begin(kRows), end = p.all_end();
+    if (begin < end) {
+      if (p.first[0] / kTerms<E> < begin) tile.add_before(p);
+      Elements from(p.a + begin * a_step(p.a_ld), p.a_ld, p.b + begin * p.b_ld, p.b_ld);
+      tile.add_all(from, end - begin, *p.ahead);
+    }
+    tile.finish_rows(p.finish, [&](int i) HWY_ATTR { tile.add_after(i, p); });
   }
 
  private:
@@ -102,30 +132,9 @@ class Micro {
   using V = hn::Vec<Tag<T>>;
   HWY_INLINE Micro() {}  // an implicit one would not be compiled for the instruction set
 
-  // All rows take the same elements.
-  static HWY_NOINLINE void run_whole(const Product<E>& p, Finish finish) {
-    Micro tile;
-    tile.start();
-    const int64_t last = p.end[0] / kTerms<E> - 1;
-    tile.add_all(p, p.first[0] / kTerms<E>, last);
-    tile.template finish_rows<true>(p, last, finish);
-  }
-
-  // On both sides of where all rows take part, only some do.
-  static HWY_NOINLINE void run_some(const Product<E>& p, Finish finish) {
-    Micro tile;
-    tile.start();
-    const int64_t all = up(p.first[kRows - 1]), some = p.end[0] / kTerms<E>, last = up(p.end[kRows - 1]);
-    int64_t t = p.first[0] / kTerms<E>;
-    for (; t < HWY_MIN(all, last); ++t) tile.add_some(p, t);
-    if (t < some) tile.add_all(p, t, some);
-    for (t = HWY_MAX(t, some); t < last; ++t) tile.add_some(p, t);
-    tile.template finish_rows<false>(p, last, finish);
-  }
-
   static constexpr int kPerLine = kTileVectors == 4 ? 2 : 4;  // elements per line that is fetched ahead
 
-  static constexpr int64_t up(int64_t terms) { return (terms + kTerms<E> - 1) / kTerms<E>; }
+  static constexpr int64_t a_step(int64_t ld) { return kAlong == Along::columns ? 1 : ld; }
 
   HWY_INLINE void start() {
 #pragma GCC unroll kUnroll
@@ -135,23 +144,46 @@ class Micro {
     }
   }
 
-  // Adds element t, if there is a last one to add, and finishes each row while the next one is added: stores in one
-  // burst would hold up what comes next.
-  template <bool kLast>
-  HWY_INLINE void finish_rows(const Product<E>& p, int64_t t, const Finish& finish) {
-    const E* a = p.a + t * (kAlong == Along::columns ? 1 : p.a_ld);
-    V column[kVectors];
-    if constexpr (kLast) load_row(p.b + t * p.b_ld, column);
+  // The elements of one t. Addressing reaches three rows from one pointer; the compiler must not see how the two are
+  // related, or it takes a register for each row.
+  class Elements {
+   public:
+    HWY_INLINE Elements(const E* a, int64_t a_ld, const E* b, int64_t b_ld)
+        : low_(a), high_(a + kReach * a_ld), b_(b), a_ld_(a_ld), b_ld_(b_ld) {
+      if constexpr (kAlong == Along::columns && kRows > kReach) asm("" : "+r"(high_));
+    }
+
+    HWY_INLINE V a(int i) const {
+      if (kAlong == Along::rows) return spread_element(low_[i]);
+      return spread_element(i < kReach ? low_[i * a_ld_] : high_[(i - kReach) * a_ld_]);
+    }
+
+    HWY_INLINE void load_b(V (&column)[kVectors]) const {
+#pragma GCC unroll kUnroll
+      for (int v = 0; v < kVectors; ++v) column[v] = load_elements(b_ + v * kLanes<T>);
+    }
+
+    HWY_INLINE void next() {
+      low_ += a_step(a_ld_);
+      high_ += a_step(a_ld_);
+      b_ += Finish::kOfPanels ? kPanel<T> : b_ld_;
+    }
+
+   private:
+    static constexpr int kReach = 3;
+    const E *low_, *high_, *b_;
+    int64_t a_ld_, b_ld_;
+  };
+
+  // Adds what is left to a row, and finishes it while that is added to the next one: stores in one burst would hold up
+  // what comes next.
+  template <class AddRest>
+  HWY_INLINE void finish_rows(const Finish& finish, const AddRest& add_rest) {
 #pragma GCC unroll kUnroll
     for (int i = 0; i <= kRows; ++i) {
-      if (kLast && i < kRows) add_row(i, at(a, p.a_ld, i), column);
+      if (i < kRows) add_rest(i);
       if (i > 0) finish.template row<kRows, kVectors>(i - 1, sum);
     }
-  }
-
-  static HWY_INLINE void load_row(const E* b, V (&column)[kVectors]) {
-#pragma GCC unroll kUnroll
-    for (int v = 0; v < kVectors; ++v) column[v] = load_elements(b + v * kLanes<T>);
   }
 
   HWY_INLINE void add_row(int i, V factor, const V (&column)[kVectors]) {
@@ -159,42 +191,51 @@ class Micro {
     for (int v = 0; v < kVectors; ++v) sum[i][v] = multiply_add<E>(factor, column[v], sum[i][v]);
   }
 
-  static HWY_INLINE V at(const E* a, int64_t a_ld, int i) {
-    return spread_element(kAlong == Along::columns ? a[i * a_ld] : a[i]);
-  }
-
-  HWY_INLINE void add_all(const Product<E>& p, int64_t t, int64_t end) {
-    const int64_t a_ld = p.a_ld, b_ld = p.b_ld;
-    const int64_t a_step = kAlong == Along::columns ? 1 : a_ld;
-    const E* a = p.a + t * a_step;
-    const E* b = p.b + t * b_ld;
-    Ahead ahead = *p.ahead;
-    int64_t n = end - t;
-    for (; n >= kPerLine; n -= kPerLine) {
-      ahead.step();
-#pragma GCC unroll kUnroll
-      for (int term = 0; term < kPerLine; ++term, a += a_step, b += b_ld) add_element(a, a_ld, b);
-    }
-    for (; n > 0; --n, a += a_step, b += b_ld) add_element(a, a_ld, b);
-    *p.ahead = ahead;
-  }
-
-  HWY_INLINE void add_element(const E* a, int64_t a_ld, const E* b) {
+  HWY_INLINE void add_row(int i, const Elements& from) {
     V column[kVectors];
-    load_row(b, column);
-#pragma GCC unroll kUnroll
-    for (int i = 0; i < kRows; ++i) add_row(i, at(a, a_ld, i), column);
+    from.load_b(column);
+    add_row(i, from.a(i), column);
   }
 
-  HWY_INLINE void add_some(const Product<E>& p, int64_t t) {
-    const E* a = p.a + t * (kAlong == Along::columns ? 1 : p.a_ld);
-    const E* b = p.b + t * p.b_ld;
+  HWY_INLINE void add_all(Elements& from, int64_t n, Ahead& ahead) {
+    for (; n % kPerLine != 0; --n, from.next()) add_element(from);
+    while (n > 0) {
+      Ahead::Lines lines = ahead.take(n / kPerLine);
+      n -= lines.count * kPerLine;
+      do {
+        lines.fetch();
 #pragma GCC unroll kUnroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t first = p.first[i] - t * kTerms<E>, end = p.end[i] - t * kTerms<E>;
-      if (first >= kTerms<E> || end <= 0 || first >= end) continue;
-      const auto inside = terms_inside<E>(first, end);
-      const V factor = hn::And(inside, at(a, p.a_ld, i));
+        for (int term = 0; term < kPerLine; ++term, from.next()) add_element(from);
+      } while (--lines.count > 0);
+    }
+  }
+
+  HWY_INLINE void add_element(const Elements& from) {
+    V column[kVectors];
+    from.load_b(column);
+#pragma GCC unroll kUnroll
+    for (int i = 0; i < kRows; ++i) add_row(i, from.a(i), column);
+  }
+
+  HWY_INLINE void add_before(const Product<E, Finish>& p) {
+#pragma GCC unroll kUnroll
+    for (int i = 0; i < kRows; ++i) add_some(i, p, p.first[i] / kTerms<E>, p.all_begin(kRows));
+  }
+
+  HWY_INLINE void add_after(int i, const Product<E, Finish>& product) {
+    const Product<E, Finish>* p = &product;
+    asm("" : "+r"(p));  // or what all rows need is computed ahead, and finds no registers
+    const int64_t end = p->all_end();
+    add_some(i, *p, p->all_begin(kRows) < end ? end : p->first[i] / kTerms<E>, p->elements_up(p->end[i]));
+  }
+
+  // Adds elements [begin, end) to row i, but of each only the terms in the row's range.
+  HWY_INLINE void add_some(int i, const Product<E, Finish>& p, int64_t begin, int64_t end) {
+    const E* a = p.a + (kAlong == Along::columns ? i * p.a_ld : i);
+    for (int64_t t = begin; t < end; ++t) {
+      const auto inside = terms_inside<E>(p.first[i] - t * kTerms<E>, p.end[i] - t * kTerms<E>);
+      const V factor = hn::And(inside, spread_element(a[t * a_step(p.a_ld)]));
+      const E* b = p.b + t * p.b_ld;
 #pragma GCC unroll kUnroll
       for (int v = 0; v < kVectors; ++v) {
         sum[i][v] = multiply_add<E>(factor, hn::And(inside, load_elements(b + v * kLanes<T>)), sum[i][v]);
@@ -209,19 +250,21 @@ class Micro {
 // One entry per height and width of a tile: edges run a smaller tile, not a padded one.
 template <class E, Along kAlong, class Finish>
 struct Micros {
-  using Run = void (*)(const Product<E>&, Finish);
-  Run run[kTileHeight][kTileVectors];
+  decltype(&Micro<E, kAlong, Finish, 1, 1>::run_same) same[kTileHeight][kTileVectors];
+  decltype(&Micro<E, kAlong, Finish, 1, 1>::run_some) some[kTileHeight][kTileVectors];  // not of panels
 
   template <int kRows, int kVectors>
   constexpr void fill() {
-    run[kRows - 1][kVectors - 1] = &Micro<E, kAlong, Finish, kRows, kVectors>::run;
+    using Tile = Micro<E, kAlong, Finish, kRows, kVectors>;
+    same[kRows - 1][kVectors - 1] = &Tile::run_same;
+    if constexpr (!Finish::kOfPanels) some[kRows - 1][kVectors - 1] = &Tile::run_some;
     if constexpr (kVectors > 1 && !Finish::kWholePanels) {
       fill<kRows, kVectors - 1>();
     } else if constexpr (kRows > 1) {
       fill<kRows - 1, kTileVectors>();
     }
   }
-  constexpr Micros() : run{} { fill<kTileHeight, kTileVectors>(); }
+  constexpr Micros() : same{}, some{} { fill<kTileHeight, kTileVectors>(); }
 };
 
 template <class E, Along kAlong, class Finish>
@@ -233,16 +276,25 @@ template <class E, Along kAlong, class Finish>
 HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, const int32_t* first, const int32_t* end, int64_t rows,
                              int64_t width, Ahead& ahead, const Finish& finish) {
   constexpr int64_t kVector = kLanes<Sum<E>>;
+  const int64_t a_row = kAlong == Along::columns ? a.ld : 1, a_step = kAlong == Along::columns ? 1 : a.ld;
   const int64_t vectors = width / kVector, tiles = (vectors + kTileVectors - 1) / kTileVectors;
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t begin = vectors * tile / tiles, count = vectors * (tile + 1) / tiles - begin;
-    const int64_t column = begin * kVector;
+    const int64_t left = vectors * tile / tiles, count = vectors * (tile + 1) / tiles - left;
+    const int64_t column = left * kVector;
     for (int64_t i = 0; i < rows; i += kTileHeight) {
       const int64_t height = HWY_MIN(kTileHeight, rows - i);
-      if (first[i] >= end[i + height - 1]) continue;
-      kMicros<E, kAlong, Finish>.run[height - 1][count - 1](
-          {a.data + (kAlong == Along::columns ? i * a.ld : i), a.ld, b.data + column, b.ld, first + i, end + i, &ahead},
-          finish.at(i, column));
+      const int64_t begin = first[i], stop = end[i + height - 1];
+      if (begin >= stop) continue;
+      const E *a_rows = a.data + i * a_row, *b_column = b.data + column;
+      const Product<E, Finish> product{a_rows, a.ld, b_column, b.ld, first + i, end + i, &ahead, finish.at(i, column)};
+      const auto& micros = kMicros<E, kAlong, Finish>;
+      if (begin == first[i + height - 1] && stop == end[i] && (begin | stop) % kTerms<E> == 0) {
+        const int64_t t = begin / kTerms<E>, n = (stop - begin) / kTerms<E>;
+        micros.same[height - 1][count - 1](a_rows + t * a_step, a.ld, b_column + t * b.ld, b.ld, n, &ahead,
+                                           &product.finish);
+      } else {
+        micros.some[height - 1][count - 1](product);
+      }
     }
   }
 }
@@ -254,27 +306,27 @@ class PanelProduct {
   static constexpr int64_t kKeys = kPanel<Sum<E>>;
 
   HWY_INLINE PanelProduct(Packed<E> a, int64_t width, const E* panels, int64_t depth, Ahead& ahead)
-      : a_(a), panels_(panels), panel_size_(depth * kKeys), ahead_(&ahead) {
-    for (int i = 0; i < kTileHeight; ++i) {
-      first_[i] = 0;
-      end_[i] = static_cast<int32_t>((width + kTerms<E> - 1) / kTerms<E> * kTerms<E>);
-    }
-  }
+      : a_(a),
+        elements_((width + kTerms<E> - 1) / kTerms<E>),
+        panels_(panels),
+        panel_size_(depth * kKeys),
+        ahead_(&ahead) {}
 
   // Keys [begin, end) of one panel, in whole vectors.
   template <class Finish>
   HWY_INLINE void run(int64_t row, int64_t height, int64_t begin, int64_t end, const Finish& finish) const {
     const E* b = panels_ + begin / kKeys * panel_size_ + begin % kKeys;
-    kMicros<E, Along::columns, Finish>.run[height - 1][(end - begin) / kLanes<Sum<E>> - 1](
-        {a_.row(row), a_.ld, b, kKeys, first_, end_, ahead_}, finish.at(row, begin));
+    const Finish mine = finish.at(row, begin);
+    kMicros<E, Along::columns, Finish>.same[height - 1][(end - begin) / kLanes<Sum<E>> - 1](
+        a_.row(row), a_.ld, b, kKeys, elements_, ahead_, &mine);
   }
 
  private:
   Packed<E> a_;
+  int64_t elements_;
   const E* panels_;
   int64_t panel_size_;
   Ahead* ahead_;
-  int32_t first_[kTileHeight], end_[kTileHeight];
 };
 
 // visit(row, height, begin, end) for the register tiles of rows and keys [begin, end) of one panel of which some row

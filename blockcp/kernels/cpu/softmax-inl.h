@@ -116,6 +116,7 @@ inline constexpr T kMostWeight = 0x1p32;
 // from the start of the row on, and their sums, lane by lane.
 template <class E>
 struct PutWeights {
+  static constexpr bool kOfPanels = true;
   static constexpr bool kWholePanels = true;
   using T = Sum<E>;
   Packed<T> weights, sums;
@@ -279,6 +280,7 @@ class Softmax {
 // What backward makes of <q, k>: p, which is exp2(score - lse), and at most 1.
 template <class E>
 struct PutP {
+  static constexpr bool kOfPanels = true;
   static constexpr bool kWholePanels = false;
   using T = Sum<E>;
   Packed<T> p;
@@ -305,6 +307,7 @@ struct PutP {
 // products take nothing outside their ranges.
 template <class E>
 struct PutDs {
+  static constexpr bool kOfPanels = true;
   static constexpr bool kWholePanels = false;
   using T = Sum<E>;
   Packed<T> p, ds;
