@@ -421,6 +421,36 @@ TEST_P(KernelTypes, KN_09_a_spike) {
   }
 }
 
+// A row all of whose scores are -inf is one that sees no key: another piece of its keys may still come. Here every
+// other score is 0, so that out is a mean of values.
+TEST_P(KernelTypes, a_score_of_minus_infinity_weighs_nothing) {
+  const uint64_t seed = fresh_seed();
+  std::mt19937_64 random(seed);
+  const int64_t rows = 900, first = up_to(random, 5);
+  Problem problem(random, {GetParam(), 2, 1, 8, 8}, causal({rows}));
+  std::fill(problem.q.data.begin(), problem.q.data.end(), 1);
+  std::fill(problem.k.data.begin(), problem.k.data.end(), 0);
+  const auto hidden = [&](int64_t key) { return key < first || (key > 350 && key < 800) || key % 7 == 6; };
+  for (int64_t key = 0; key < rows; ++key) {
+    if (hidden(key)) problem.k.at(key, 0, up_to(random, 7)) = -kInfinity;
+  }
+  for (const Kernel& kernel : kernels_here(false, GetParam())) {
+    SCOPED_TRACE(testing::Message() << kernel.name << " first " << first << ", seed " << seed);
+    const Result result = run(kernel, problem, {.whole = true});
+    const double rounding = GetParam() == DType::f64 || GetParam() == DType::f32 ? 1e-5 : 1e-2;
+    double sum = 0, count = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (!hidden(i)) sum += problem.v.at(i, 0, 3), ++count;
+      ASSERT_NEAR(result.out.at(i, 1, 3), count == 0 ? 0 : sum / count, rounding) << "row " << i;
+      if (count == 0) {
+        ASSERT_EQ(result.lse.at(i, 1), -kInfinity) << "row " << i;
+      } else {
+        ASSERT_NEAR(result.lse.at(i, 1), std::log(count), 1e-5) << "row " << i;
+      }
+    }
+  }
+}
+
 // Queries cut into runs, each with only the keys that its window reaches, in pieces.
 TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
   const uint64_t seed = fresh_seed();

@@ -61,6 +61,10 @@ struct Softmax {
   explicit Softmax(Vector scores) : weights(std::move(scores)) {
     if (weights.empty()) return;
     const double top = *std::max_element(weights.begin(), weights.end());
+    if (top == Partial<double>::kNothing) {
+      std::fill(weights.begin(), weights.end(), 0);
+      return;
+    }
     double sum = 0;
     for (double& x : weights) sum += x = std::exp(x - top);
     for (double& x : weights) x /= sum;
