@@ -16,9 +16,9 @@ class Mask:
 
     Args:
         causal: j <= i.
-        window: ``None`` or -1 is unbounded; an integer w counts keys, the row itself included; a pair ``(left, right)``
-            counts as flash-attention does, without the row itself, and -1 or None is unbounded; ``right`` must be 0
-            under ``causal``.
+        window: ``None`` or -1 is unbounded; an integer w counts keys, the row itself included (without ``causal``
+            that many on either side); a pair ``(left, right)`` counts as flash-attention does, without the row itself,
+            and -1 or None is unbounded; ``right`` must be 0 under ``causal``.
         spans: ids, ``[S]`` or ``[B, S]``, given as ``doc_ids`` of :func:`blockcp.plan` may be; 0 is none. Rows of one
             span see each other both ways, inside their document. A span is one contiguous run.
         span_window: ``"left"``: (causal or same span) and not further back than the window; ``"both"``: and not further

@@ -46,8 +46,8 @@ def varlen(
         max_seqlen_k: the same for keys.
         causal: a row sees no key after its position.
         window: as in :class:`blockcp.Mask`: None or -1 is unbounded; an integer w >= 1 counts keys, the row's own
-            included; a pair ``(left, right)`` counts as flash-attention's ``window_size`` does, -1 or None is
-            unbounded, and ``right`` must be 0 under ``causal``.
+            included (without ``causal`` that many on either side); a pair ``(left, right)`` counts as flash-attention's
+            ``window_size`` does, -1 or None is unbounded, and ``right`` must be 0 under ``causal``.
         scale: of the scores before the softmax; None is ``D ** -0.5``.
         return_lse: also return the natural log-sum-exp, ``[Hq, Tq]``, fp32 (fp64 for fp64), not differentiable.
         kernel: a name or family ("reference", "cpu"); None is the best.
