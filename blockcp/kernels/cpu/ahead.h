@@ -16,7 +16,7 @@ class Ahead {
   };
 
   Ahead() = default;
-  // The spans must not be empty, and must live as long as steps are taken.
+  // The spans must not be empty, and must live as long as lines are taken.
   explicit Ahead(std::span<const Span> spans) : next_(spans.data()), last_(spans.data() + spans.size()) { advance(); }
 
   struct Lines {

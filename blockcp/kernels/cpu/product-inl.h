@@ -31,6 +31,16 @@ inline constexpr int kUnroll = 8;  // more than any tile has rows or vectors
 // a(i, t): a[i][t], or a[t][i] where the product runs over a's rows.
 enum class Along { columns, rows };
 
+// From a(i, t) to a(i + 1, t), and to a(i, t + 1).
+template <Along kAlong>
+constexpr int64_t row_step(int64_t a_ld) {
+  return kAlong == Along::columns ? a_ld : 1;
+}
+template <Along kAlong>
+constexpr int64_t element_step(int64_t a_ld) {
+  return kAlong == Along::columns ? 1 : a_ld;
+}
+
 // One register tile whose rows add different elements.
 template <class E, class Finish>
 struct Product {
@@ -121,7 +131,7 @@ class Micro {
     const int64_t begin = p.all_begin(kRows), end = p.all_end();
     if (begin < end) {
       if (p.first[0] / kTerms<E> < begin) tile.add_before(p);
-      Elements from(p.a + begin * a_step(p.a_ld), p.a_ld, p.b + begin * p.b_ld, p.b_ld);
+      Elements from(p.a + begin * element_step<kAlong>(p.a_ld), p.a_ld, p.b + begin * p.b_ld, p.b_ld);
       tile.add_all(from, end - begin, *p.ahead);
     }
     tile.finish_rows(p.finish, [&](int i) HWY_ATTR { tile.add_after(i, p); });
@@ -133,8 +143,6 @@ class Micro {
   HWY_INLINE Micro() {}  // an implicit one would not be compiled for the instruction set
 
   static constexpr int kPerLine = kTileVectors == 4 ? 2 : 4;  // elements per line that is fetched ahead
-
-  static constexpr int64_t a_step(int64_t ld) { return kAlong == Along::columns ? 1 : ld; }
 
   HWY_INLINE void start() {
 #pragma GCC unroll kUnroll
@@ -164,8 +172,8 @@ class Micro {
     }
 
     HWY_INLINE void next() {
-      low_ += a_step(a_ld_);
-      high_ += a_step(a_ld_);
+      low_ += element_step<kAlong>(a_ld_);
+      high_ += element_step<kAlong>(a_ld_);
       b_ += Finish::kOfPanels ? kPanel<T> : b_ld_;
     }
 
@@ -231,10 +239,10 @@ class Micro {
 
   // Adds elements [begin, end) to row i, but of each only the terms in the row's range.
   HWY_INLINE void add_some(int i, const Product<E, Finish>& p, int64_t begin, int64_t end) {
-    const E* a = p.a + (kAlong == Along::columns ? i * p.a_ld : i);
+    const E* a = p.a + i * row_step<kAlong>(p.a_ld);
     for (int64_t t = begin; t < end; ++t) {
       const auto inside = terms_inside<E>(p.first[i] - t * kTerms<E>, p.end[i] - t * kTerms<E>);
-      const V factor = hn::And(inside, spread_element(a[t * a_step(p.a_ld)]));
+      const V factor = hn::And(inside, spread_element(a[t * element_step<kAlong>(p.a_ld)]));
       const E* b = p.b + t * p.b_ld;
 #pragma GCC unroll kUnroll
       for (int v = 0; v < kVectors; ++v) {
@@ -276,7 +284,6 @@ template <class E, Along kAlong, class Finish>
 HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, const int32_t* first, const int32_t* end, int64_t rows,
                              int64_t width, Ahead& ahead, const Finish& finish) {
   constexpr int64_t kVector = kLanes<Sum<E>>;
-  const int64_t a_row = kAlong == Along::columns ? a.ld : 1, a_step = kAlong == Along::columns ? 1 : a.ld;
   const int64_t vectors = width / kVector, tiles = (vectors + kTileVectors - 1) / kTileVectors;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t left = vectors * tile / tiles, count = vectors * (tile + 1) / tiles - left;
@@ -285,13 +292,13 @@ HWY_NOINLINE void accumulate(Packed<E> a, Packed<E> b, const int32_t* first, con
       const int64_t height = HWY_MIN(kTileHeight, rows - i);
       const int64_t begin = first[i], stop = end[i + height - 1];
       if (begin >= stop) continue;
-      const E *a_rows = a.data + i * a_row, *b_column = b.data + column;
+      const E *a_rows = a.data + i * row_step<kAlong>(a.ld), *b_column = b.data + column;
       const Product<E, Finish> product{a_rows, a.ld, b_column, b.ld, first + i, end + i, &ahead, finish.at(i, column)};
       const auto& micros = kMicros<E, kAlong, Finish>;
       if (begin == first[i + height - 1] && stop == end[i] && (begin | stop) % kTerms<E> == 0) {
         const int64_t t = begin / kTerms<E>, n = (stop - begin) / kTerms<E>;
-        micros.same[height - 1][count - 1](a_rows + t * a_step, a.ld, b_column + t * b.ld, b.ld, n, &ahead,
-                                           &product.finish);
+        micros.same[height - 1][count - 1](a_rows + t * element_step<kAlong>(a.ld), a.ld, b_column + t * b.ld, b.ld, n,
+                                           &ahead, &product.finish);
       } else {
         micros.some[height - 1][count - 1](product);
       }
