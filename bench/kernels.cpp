@@ -24,6 +24,8 @@ struct Options {
   bool processor_time = false;
 };
 
+constexpr int64_t kBytesPerRow = 4;  // in files of lengths, see bench/lengths/README.md
+
 std::vector<int64_t> documents(const Options& options) {
   const int64_t rows = options.rows;
   std::vector<int64_t> lengths;
@@ -42,7 +44,7 @@ std::vector<int64_t> documents(const Options& options) {
     check_argument(file.good(),
                    "[bench] a packing must be long, one, a length or a file of lengths, but {} cannot be read.",
                    options.packing);
-    for (int64_t n; left > 0 && file >> n;) take(n);
+    for (int64_t bytes; left > 0 && file >> bytes;) take((bytes + kBytesPerRow - 1) / kBytesPerRow);
   }
   return lengths;
 }
@@ -169,7 +171,9 @@ void measure(const Options& options) {
 int main(int argc, char** argv) {
   blockcp::bench::Options options;
   CLI::App app{"Speed of the attention kernels as a share of the FMA peak"};
-  app.add_option("--packing", options.packing, "long (documents of 8192 rows), one, a length, or a file of lengths");
+  app.add_option(
+      "--packing", options.packing,
+      "long (documents of 8192 rows), one, a length in rows, or a file of lengths in bytes, of which 4 make a row");
   app.add_option("--kernel", options.kernel, "name of a kernel; without it the best");
   app.add_option("--pass", options.pass, "forward, backward or both")
       ->check(CLI::IsMember({"forward", "backward", "both"}));
