@@ -975,6 +975,49 @@ TEST(CasesKernel, PL_09_seventy_thousand_documents) {
   expect_same_bits(result.out, problem.v, "out");
 }
 
+// Two such documents' packed keys are as much as a call may hold: two threads have documents, and the others help.
+// Copies of keys change nothing but lse.
+TEST(Kernels, documents_too_long_for_each_thread_to_have_one) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  const int64_t documents = 4, rows = 200, keys = 1000, copies = 180;
+  const AttentionShape shape{DType::f32, 1, 1, 64, 64};
+  Band band;
+  band.left = band.right = Band::kUnbounded;
+  std::vector<Document> documents_of_one_copy;
+  for (int64_t d = 0; d < documents; ++d) documents_of_one_copy.push_back({d * rows, rows, 0, 0, 0, {keys}, band});
+  const Problem problem(random, shape, documents_of_one_copy);
+  const Result expected = run(reference(), problem);
+
+  const Array q = array_of(shape.dtype, problem.q), k = array_of(shape.dtype, problem.k);
+  const Array v = array_of(shape.dtype, problem.v);
+  const auto out_and_lse = [&](int threads) {
+    const Array out(shape.dtype, documents * rows, 1, 64), lse(shape.dtype, documents * rows, 1, 1);
+    std::vector<AttentionBlock> blocks(documents);
+    for (int64_t d = 0; d < documents; ++d) {
+      AttentionBlock& block = blocks[static_cast<size_t>(d)];
+      block.q_count = rows;
+      block.band = &band;
+      block.keys.assign(copies, {keys, k.rows(), v.rows(), {}, {}});
+      block.q = q.rows(d * rows);
+      block.out = out.rows(d * rows);
+      block.lse = lse.rows(d * rows);
+    }
+    const auto parallel = make_pool(threads);
+    select_kernel(shape, machine(), "cpu").forward({shape, problem.scale, blocks, false, parallel.get()});
+    return std::pair{values_of(out, documents * rows, 1, 64), values_of(lse, documents * rows, 1, 1)};
+  };
+  const auto [out, lse] = out_and_lse(4);
+  EXPECT_LT(difference(out, expected.out), 1e-5);
+  Values lse_of_copies = expected.lse;
+  for (double& x : lse_of_copies.data) x += std::log(static_cast<double>(copies));
+  EXPECT_LT(difference(lse, lse_of_copies), 1e-5);
+  const auto [out_alone, lse_alone] = out_and_lse(1);
+  expect_same_bits(out, out_alone, "out");
+  expect_same_bits(lse, lse_alone, "lse");
+}
+
 TEST_P(KernelTypes, delta) {
   std::mt19937_64 random(fresh_seed());
   const Problem problem(random, {GetParam(), 4, 2, 8, 37}, causal({30, 9}));

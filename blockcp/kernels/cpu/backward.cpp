@@ -41,6 +41,26 @@ struct Meeting {
   bool starts, ends;
 };
 
+// Whose turn it is with memory that units of work share: one enters when all items of those before have left. Units
+// start in ascending order, so the wait ends.
+class Turns {
+ public:
+  void enter(int64_t items_before) const {
+    wait_until([&] { return left_.load(std::memory_order_acquire) >= items_before; });
+  }
+  void leave() { left_.fetch_add(1, std::memory_order_release); }
+
+ private:
+  alignas(kAlignment) std::atomic<int64_t> left_{0};
+};
+
+// For each unit, the items of earlier units in the same slot, of slots that units take in turn.
+std::vector<int64_t> items_before(const std::vector<int64_t>& items_of_unit, size_t slots) {
+  std::vector<int64_t> before(items_of_unit.size());
+  for (size_t u = slots; u < before.size(); ++u) before[u] = before[u - slots] + items_of_unit[u - slots];
+  return before;
+}
+
 // The dq of all tiles of a chain, between key blocks.
 template <class T>
 struct Slot {

@@ -1,8 +1,15 @@
-// Forward: query tiles in ascending order, each against the key blocks that it sees, with a running softmax.
+// Forward: query tiles against the key blocks that they see, with a running softmax.
 //
-// The packed keys of a block and KV head (a unit) are shared by its tiles: whichever thread first needs a key block
-// packs it. They live in a few slots that units use in turn.
+// The tiles of a block and KV head (a unit) share its packed keys. Each worker has a run of neighbouring units, so that
+// packed keys and new results stay in the cache of one core; when it is through, it takes over units of others, and
+// then tiles. Tiles that see the most keys come first, so that what is left at the end is small.
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "blockcp/kernels/cpu/drivers.h"
 #include "blockcp/kernels/cpu/work.h"
@@ -15,16 +22,37 @@ namespace {
 // All tiles of one block and KV head.
 struct Unit {
   int32_t block, kv_head;
-  int64_t tiles;
+  int32_t tiles, tile_rows;
 };
 
-struct Item {
-  int64_t unit, tile_begin, tile_end;
+// A tile of a unit.
+struct Tile {
+  int32_t unit, index;
 };
 
-// Packed key blocks of one unit at a time.
+// Neighbouring units, that one worker takes in their order as long as no other helps.
+class alignas(kAlignment) Queue {
+ public:
+  void fill(int32_t begin, int32_t end) {
+    next_ = begin;
+    end_ = end;
+  }
+  int32_t size() const { return end_ - std::min(next_.load(std::memory_order_relaxed), end_); }
+
+  std::optional<int32_t> take() {
+    const int32_t unit = size() > 0 ? next_.fetch_add(1, std::memory_order_relaxed) : end_;
+    return unit < end_ ? std::optional(unit) : std::nullopt;
+  }
+
+ private:
+  std::atomic<int32_t> next_{0};
+  int32_t end_ = 0;
+};
+
+// The unit that one worker has at present: its tiles, of which any worker takes the last that is left, and its packed
+// key blocks.
 template <class E>
-class Slot {
+class alignas(kAlignment) Slot {
  public:
   Slot(const Sizes& sizes, int64_t blocks, Arena& arena)
       : panel_size_(sizes.key_block * sizes.key_depth),
@@ -39,7 +67,25 @@ class Slot {
            (sizes.key_depth + PackedBuffer<E>::leading(sizes.value_width) / kTerms<E>)*static_cast<int64_t>(sizeof(E));
   }
 
-  Turns& turns() { return turns_; }
+  // Only if all tiles of the unit before are finished.
+  void open(int32_t unit, int32_t tiles) {
+    ++units_;
+    tiles_ = tiles;
+    finished_.store(0, std::memory_order_relaxed);
+    left_.store({unit, tiles}, std::memory_order_release);
+  }
+  bool finished() const { return finished_.load(std::memory_order_acquire) == tiles_; }
+  int32_t tiles_left() const { return left_.load(std::memory_order_relaxed).index; }
+
+  std::optional<Tile> take() {
+    Tile tile = left_.load(std::memory_order_relaxed);
+    while (tile.index > 0) {
+      if (left_.compare_exchange_weak(tile, {tile.unit, tile.index - 1}, std::memory_order_acquire))
+        return Tile{tile.unit, tile.index - 1};
+    }
+    return {};
+  }
+  void finish_tile() { finished_.fetch_add(1, std::memory_order_release); }
 
   E* panels(int64_t block) const { return panels_.get() + block * panel_size_; }
   Packed<E> values(int64_t block) const { return {values_.get() + block * value_rows_ * value_ld_, value_ld_}; }
@@ -51,11 +97,11 @@ class Slot {
     if (next) spans.push_back({reinterpret_cast<const char*>(panels(block + 1)), bytes(panel_size_)});
   }
 
-  // Runs pack() if nobody has for this block in this generation of the slot, or waits for who does.
+  // Runs pack() if nobody has for this block of the unit, or waits for who does.
   template <class Pack>
-  void ensure(int64_t block, int64_t generation, Pack pack) {
-    std::atomic<int64_t>& state = states_[static_cast<size_t>(block)];
-    const int64_t packing = 2 * generation + 1, packed = packing + 1;
+  void ensure(int64_t block, Pack pack) {
+    std::atomic<int64_t>& state = states_[static_cast<size_t>(block)].value;
+    const int64_t packing = 2 * units_ - 1, packed = 2 * units_;
     int64_t seen = state.load(std::memory_order_acquire);
     if (seen < packing && state.compare_exchange_strong(seen, packing)) {
       pack();
@@ -65,15 +111,22 @@ class Slot {
   }
 
  private:
+  struct alignas(kAlignment) State {
+    std::atomic<int64_t> value{0};
+  };
+
   int64_t panel_size_, value_rows_, value_ld_;
   Buffer<E> panels_, values_;
-  std::vector<std::atomic<int64_t>> states_;
-  Turns turns_;
+  std::vector<State> states_;  // of each block: twice the units that packed it, less 1 while the last of them does
+  int64_t units_ = 0;          // so far
+  int32_t tiles_ = 0;          // of the last of them
+  std::atomic<int32_t> finished_{0};
+  std::atomic<Tile> left_{Tile{0, 0}};  // of which unit, how many
 };
 
 // Memory of one thread.
 template <class E>
-struct Scratch {
+struct alignas(kAlignment) Scratch {
   using T = Sum<E>;
 
   Scratch(const Sizes& sizes, int lanes, Arena& arena)
@@ -90,8 +143,8 @@ struct Scratch {
         seen(static_cast<size_t>(sizes.tile_rows)),
         first_key(static_cast<size_t>(sizes.tile_rows)),
         end_key(static_cast<size_t>(sizes.tile_rows)) {
-    // Nothing may be allocated between the first item and the last: others wait for a thread's items.
-    spans.reserve(static_cast<size_t>(2 * sizes.tile_rows + 2 * sizes.key_block + 2));
+    // Nothing may be allocated between the first tile and the last: others wait for a thread's tiles.
+    spans.reserve(static_cast<size_t>(3 * sizes.tile_rows + 2 * sizes.key_block + 2));
     next_spans.reserve(spans.capacity());
   }
 
@@ -122,101 +175,147 @@ class Forward {
  public:
   Forward(const ForwardArgs& args, const Isa<E>& isa)
       : args_(args), isa_(isa), factors_(Factors<E>::of(args.scale)), sizes_(sizes_of(args.shape, isa)) {
-    plan_items();
+    plan_units();
     const auto threads = static_cast<size_t>(args.parallel->threads());
     for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_, isa.lanes, arena_));
-    for (size_t i = 0; i < slot_count(); ++i) slots_.push_back(std::make_unique<Slot<E>>(sizes_, most_blocks_, arena_));
+    plan_slots();
     arena_.allocate();
   }
 
   void run() {
-    args_.parallel->run(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
-      run_item(static_cast<size_t>(item), *scratch_[static_cast<size_t>(thread)]);
+    args_.parallel->run(args_.parallel->threads(), [&](int64_t worker, int thread) {
+      Scratch<E>& scratch = *scratch_[static_cast<size_t>(thread)];
+      if (worker < std::ssize(slots_)) run_units(static_cast<size_t>(worker), scratch);
+      help_until_all_is_taken(scratch);
     });
   }
 
  private:
   using T = Sum<E>;
 
-  // One more than threads, so that none waits for another's last tile, but few if documents are very long.
-  size_t slot_count() const {
+  int64_t rows_of(const AttentionBlock& block) const { return block.q_count * args_.shape.group(); }
+  const AttentionBlock& block_of(const Unit& unit) const { return args_.blocks[static_cast<size_t>(unit.block)]; }
+  const Unit& unit_of(const Tile& tile) const { return units_[static_cast<size_t>(tile.unit)]; }
+
+  void plan_units() {
+    for (size_t b = 0; b < args_.blocks.size(); ++b) {
+      const AttentionBlock& block = args_.blocks[b];
+      const int64_t rows = rows_of(block);
+      if (rows == 0) continue;
+      most_blocks_ = std::max(most_blocks_, KeyGrid(block, sizes_.key_block).count());
+      // No last tile of a few rows.
+      const int64_t size = round_up(divide_up(rows, divide_up(rows, sizes_.tile_rows)), 2 * kTileHeight);
+      for (int32_t h = 0; h < args_.shape.kv_heads; ++h) {
+        units_.push_back(
+            {static_cast<int32_t>(b), h, static_cast<int32_t>(divide_up(rows, size)), static_cast<int32_t>(size)});
+      }
+    }
+    unopened_ = units_.size();
+  }
+
+  // One for each worker, but few if documents are very long. Their queues have about the same work.
+  void plan_slots() {
     constexpr int64_t kMostBytes = int64_t{1} << 28;
     const int64_t bytes = most_blocks_ * Slot<E>::bytes_of_block(sizes_);
     const int64_t most = std::max<int64_t>(2, kMostBytes / std::max<int64_t>(bytes, 1));
-    return static_cast<size_t>(
-        std::min({static_cast<int64_t>(units_.size()), int64_t{args_.parallel->threads()} + 1, most}));
-  }
+    const int64_t count = std::min({std::ssize(units_), int64_t{args_.parallel->threads()}, most});
+    for (int64_t i = 0; i < count; ++i) slots_.push_back(std::make_unique<Slot<E>>(sizes_, most_blocks_, arena_));
+    queues_ = std::vector<Queue>(slots_.size());
 
-  int64_t rows_of(const AttentionBlock& block) const { return block.q_count * args_.shape.group(); }
-
-  // Query rows times keys at hand: an upper bound of the pairs, good enough to size items.
-  double work_of(const AttentionBlock& block) const {
-    return static_cast<double>(rows_of(block)) * static_cast<double>(KeyView(block).size()) *
-           static_cast<double>(sizes_.key_width + sizes_.value_width);
-  }
-
-  // Units with little work are one item, others one item a tile, so that threads end together.
-  void plan_items() {
     double total = 0;
-    for (const AttentionBlock& block : args_.blocks)
-      total += work_of(block) * static_cast<double>(args_.shape.kv_heads);
-    const double small = std::min(0x1p24, total / (16.0 * args_.parallel->threads()));
+    for (const Unit& unit : units_) total += work_of(unit);
+    double work = 0;
+    size_t begin = 0, end = 0;
+    for (size_t q = 0; q < queues_.size(); ++q, begin = end) {
+      const double share = total * static_cast<double>(q + 1) / static_cast<double>(queues_.size());
+      while (end < units_.size() && work + work_of(units_[end]) / 2 <= share) work += work_of(units_[end++]);
+      if (q + 1 == queues_.size()) end = units_.size();
+      queues_[q].fill(static_cast<int32_t>(begin), static_cast<int32_t>(end));
+    }
+  }
 
-    for (size_t b = 0; b < args_.blocks.size(); ++b) {
-      const AttentionBlock& block = args_.blocks[b];
-      const int64_t tiles = (rows_of(block) + sizes_.tile_rows - 1) / sizes_.tile_rows;
-      if (tiles == 0) continue;
-      most_blocks_ = std::max(most_blocks_, KeyGrid(block, sizes_.key_block).count());
-      const bool whole = work_of(block) <= small;
-      for (int64_t h = 0; h < args_.shape.kv_heads; ++h) {
-        add_unit({static_cast<int32_t>(b), static_cast<int32_t>(h), tiles}, whole ? tiles : 1);
+  // Query rows times keys at hand: an upper bound of the pairs, good enough here.
+  double work_of(const Unit& unit) const {
+    const AttentionBlock& block = block_of(unit);
+    return static_cast<double>(block.q_count) * static_cast<double>(KeyView(block).size());
+  }
+
+  // With the last tile of a unit at hand the next unit is chosen, so that its memory can be fetched meanwhile; where
+  // that takes as long as all of the unit, with the first.
+  void run_units(size_t slot, Scratch<E>& scratch) {
+    Slot<E>& own = *slots_[slot];
+    std::optional<int32_t> next = take_unit(slot);
+    while (next) {
+      const int32_t index = *next;
+      const Unit& unit = units_[static_cast<size_t>(index)];
+      own.open(index, unit.tiles);
+      unopened_.fetch_sub(1, std::memory_order_release);
+      bool chosen = false;
+      const auto choose = [&] {
+        if (!std::exchange(chosen, true)) next = take_unit(slot);
+      };
+      const bool early = KeyGrid(block_of(unit), sizes_.key_block).count() <= 1;
+      while (const std::optional<Tile> tile = own.take()) {
+        const bool now = !chosen && (early || tile->index == 0);
+        if (now) choose();
+        run_tile(*tile, now && next ? &units_[static_cast<size_t>(*next)] : nullptr, own, scratch);
+      }
+      choose();
+      wait_until([&] { return own.finished() || (help(scratch), own.finished()); });
+    }
+  }
+
+  // From the worker's own queue, or else from the longest.
+  std::optional<int32_t> take_unit(size_t own) {
+    if (const auto unit = queues_[own].take()) return unit;
+    for (;;) {
+      Queue& longest = *std::max_element(queues_.begin(), queues_.end(),
+                                         [](const Queue& a, const Queue& b) { return a.size() < b.size(); });
+      if (longest.size() == 0) return {};
+      if (const auto unit = longest.take()) return unit;
+    }
+  }
+
+  void help_until_all_is_taken(Scratch<E>& scratch) {
+    wait_until([&] {
+      const bool all_open = unopened_.load(std::memory_order_acquire) == 0;
+      while (help(scratch)) {
+      }
+      return all_open;
+    });
+  }
+
+  // Computes a tile of the unit with the most; false if none has any.
+  bool help(Scratch<E>& scratch) {
+    Slot<E>* most = nullptr;
+    int32_t tiles = 0;
+    for (const auto& slot : slots_) {
+      if (const int32_t left = slot->tiles_left(); left > tiles) {
+        tiles = left;
+        most = slot.get();
       }
     }
-    items_before_ = items_before(items_of_unit_, slot_count());
+    if (most == nullptr) return false;
+    if (const std::optional<Tile> tile = most->take()) run_tile(*tile, nullptr, *most, scratch);
+    return true;
   }
 
-  void add_unit(const Unit& unit, int64_t tiles_per_item) {
-    const auto index = static_cast<int64_t>(units_.size());
-    units_.push_back(unit);
-    items_of_unit_.push_back((unit.tiles + tiles_per_item - 1) / tiles_per_item);
-    for (int64_t t = 0; t < unit.tiles; t += tiles_per_item) {
-      items_.push_back({index, t, std::min(t + tiles_per_item, unit.tiles)});
-    }
-  }
-
-  void run_item(size_t index, Scratch<E>& scratch) {
-    const Item& item = items_[index];
-    const Unit& unit = units_[static_cast<size_t>(item.unit)];
-    const AttentionBlock& block = args_.blocks[static_cast<size_t>(unit.block)];
+  // Fetches ahead what the unit's next tile needs, and what `next_unit` will begin with.
+  void run_tile(const Tile& which, const Unit* next_unit, Slot<E>& slot, Scratch<E>& scratch) {
+    const Unit& unit = unit_of(which);
+    const AttentionBlock& block = block_of(unit);
     const KeyGrid grid(block, sizes_.key_block);
-    Slot<E>& slot = *slots_[static_cast<size_t>(item.unit) % slots_.size()];
-    slot.turns().enter(items_before_[static_cast<size_t>(item.unit)]);
-    // Threads take turns, so that this one's next item is probably as many further on as there are threads.
-    const size_t next = index + scratch_.size();
-    for (int64_t t = item.tile_begin; t < item.tile_end; ++t) {
-      scratch.next_spans.clear();
-      if (t + 1 < item.tile_end) {
-        append_queries(unit, t + 1, scratch.next_spans);
-      } else if (next < items_.size()) {
-        append_item(items_[next], item.unit, scratch.next_spans);
-      }
-      run_tile(item.unit, t, block, grid, slot, scratch);
-    }
-    slot.turns().leave();
-  }
-
-  void run_tile(int64_t unit, int64_t index, const AttentionBlock& block, const KeyGrid& grid, Slot<E>& slot,
-                Scratch<E>& scratch) {
-    const int64_t kv_head = units_[static_cast<size_t>(unit)].kv_head;
-    const TileRows rows = tile_rows(block, kv_head, index);
+    const TileRows rows = tile_rows(unit, which.index);
     ForwardTile<E> tile = scratch.tile(rows.count, factors_);
     start(rows, block, grid, scratch, tile);
 
+    scratch.next_spans.clear();
+    if (which.index > 0) append_queries(unit, which.index - 1, scratch.next_spans);
+    if (next_unit != nullptr) append_unit(*next_unit, scratch.next_spans);
     const Range seen{scratch.seen.front().begin, scratch.seen[static_cast<size_t>(rows.count - 1)].end};
     const int64_t size = sizes_.key_block;
     for (int64_t b = seen.begin / size; !seen.empty() && b * size < seen.end; ++b) {
-      slot.ensure(b - grid.first(), unit / static_cast<int64_t>(slots_.size()),
-                  [&] { pack_block(grid, b, kv_head, slot, scratch); });
+      slot.ensure(b - grid.first(), [&] { pack_block(grid, b, unit.kv_head, slot, scratch); });
       scratch.spans.clear();
       if (grid.count() > 1) slot.append_spans(b - grid.first(), (b + 1) * size < seen.end, scratch.spans);
       if ((b + 1) * size >= seen.end) {
@@ -228,24 +327,24 @@ class Forward {
                    slot.values(b - grid.first()), tile);
     }
     finish(rows, block, scratch, tile);
+    slot.finish_tile();
   }
 
-  TileRows tile_rows(const AttentionBlock& block, int64_t kv_head, int64_t index) const {
-    const int64_t begin = index * sizes_.tile_rows, group = args_.shape.group();
-    return {begin, std::min(sizes_.tile_rows, rows_of(block) - begin), group, kv_head * group};
+  TileRows tile_rows(const Unit& unit, int64_t index) const {
+    const int64_t begin = index * unit.tile_rows, group = args_.shape.group();
+    return {begin, std::min<int64_t>(unit.tile_rows, rows_of(block_of(unit)) - begin), group, unit.kv_head * group};
   }
 
   void append_queries(const Unit& unit, int64_t tile, std::vector<Ahead::Span>& spans) const {
-    const AttentionBlock& block = args_.blocks[static_cast<size_t>(unit.block)];
-    append_spans(tile_rows(block, unit.kv_head, tile), args_.shape.dtype, block.q, sizes_.head_dim, spans);
+    const AttentionBlock& block = block_of(unit);
+    append_spans(tile_rows(unit, tile), args_.shape.dtype, block.q, sizes_.head_dim, spans);
   }
 
-  // What an item begins with: its queries, and, if it will have to pack them, its keys.
-  void append_item(const Item& item, int64_t unit_before, std::vector<Ahead::Span>& spans) const {
-    const Unit& unit = units_[static_cast<size_t>(item.unit)];
-    const KeyGrid grid(args_.blocks[static_cast<size_t>(unit.block)], sizes_.key_block);
-    append_queries(unit, item.tile_begin, spans);
-    if (item.unit == unit_before || grid.count() == 0) return;
+  // What a unit begins with: the queries of its last tile, and the keys that will be packed first.
+  void append_unit(const Unit& unit, std::vector<Ahead::Span>& spans) const {
+    const KeyGrid grid(block_of(unit), sizes_.key_block);
+    append_queries(unit, unit.tiles - 1, spans);
+    if (grid.count() == 0) return;
     const DType type = args_.shape.dtype;
     cpu::append_spans(grid, grid.first(), type, &KeyRows::k, unit.kv_head, sizes_.head_dim, spans);
     cpu::append_spans(grid, grid.first(), type, &KeyRows::v, unit.kv_head, sizes_.value_dim, spans);
@@ -323,8 +422,8 @@ class Forward {
   const Factors<E> factors_;
   const Sizes sizes_;
   std::vector<Unit> units_;
-  std::vector<int64_t> items_of_unit_, items_before_;  // before: of earlier units in the same slot
-  std::vector<Item> items_;
+  std::vector<Queue> queues_;  // one for each slot
+  std::atomic<size_t> unopened_{0};
   int64_t most_blocks_ = 0;
   Arena arena_;
   std::vector<std::unique_ptr<Scratch<E>>> scratch_;

@@ -15,7 +15,8 @@
 
 namespace blockcp::cpu {
 
-constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+constexpr int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+constexpr int64_t round_up(int64_t n, int64_t unit) { return divide_up(n, unit) * unit; }
 
 // All scratch memory of a call in one piece, which lies on huge pages where it is large: products that miss
 // translations of addresses lose up to a hundredth. Buffers are cut from it before it is there.
@@ -71,30 +72,10 @@ class PackedBuffer {
   Buffer<T> buffer_;
 };
 
-// Waits for what a lower item, which has started, will do.
+// Waits for what another thread is at.
 template <class Ready>
 void wait_until(Ready ready) {
   while (!ready()) std::this_thread::yield();
-}
-
-// Whose turn it is with memory that units of work share: one enters when all items of those before have left. Units
-// start in ascending order, so the wait ends.
-class Turns {
- public:
-  void enter(int64_t items_before) const {
-    wait_until([&] { return left_.load(std::memory_order_acquire) >= items_before; });
-  }
-  void leave() { left_.fetch_add(1, std::memory_order_release); }
-
- private:
-  alignas(kAlignment) std::atomic<int64_t> left_{0};
-};
-
-// For each unit, the items of earlier units in the same slot, of slots that units take in turn.
-inline std::vector<int64_t> items_before(const std::vector<int64_t>& items_of_unit, size_t slots) {
-  std::vector<int64_t> before(items_of_unit.size());
-  for (size_t u = slots; u < before.size(); ++u) before[u] = before[u - slots] + items_of_unit[u - slots];
-  return before;
 }
 
 inline Strided at(DType type, const Rows& rows, int64_t row, int64_t head, int64_t step) {
