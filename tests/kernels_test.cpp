@@ -1,5 +1,6 @@
 // Every kernel against the double reference, and the promises of attention.h: what is not seen is not read, same bits.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <cmath>
 #include <functional>
@@ -480,9 +481,10 @@ TEST_P(KernelTypes, same_bits_for_any_cut_of_queries_and_keys) {
 // DE-02 at the level of the kernel: neighbours in the pack do not matter.
 TEST(CasesKernel, DE_02_place_in_the_pack) {
   std::mt19937_64 random(fresh_seed());
-  const Problem a(random, {DType::f32, 4, 2, 16, 16}, causal({7, 40, 17}));
+  // The longest has several key blocks and query tiles, and begins at no multiple of either.
+  const Problem a(random, {DType::f32, 4, 2, 16, 16}, causal({56, 700, 136}));
   Problem b = a;
-  const std::vector<int64_t> from = {47, 0, 7}, counts = {17, 7, 40};
+  const std::vector<int64_t> from = {756, 0, 56}, counts = {136, 56, 700};
   b.documents = causal(counts);
   for (Values Problem::*which : {&Problem::q, &Problem::k, &Problem::v, &Problem::dout}) {
     int64_t row = 0;
@@ -498,8 +500,14 @@ TEST(CasesKernel, DE_02_place_in_the_pack) {
     const Result one = run(kernel, a), other = run(kernel, b);
     int64_t row = 0;
     for (size_t d = 0; d < 3; row += counts[d], ++d) {
-      expect_same_bits(rows_of(one.out, from[d], counts[d]), rows_of(other.out, row, counts[d]), "out");
-      expect_same_bits(rows_of(one.dk, from[d], counts[d]), rows_of(other.dk, row, counts[d]), "dk");
+      const auto expect_same = [&](Values Result::*which, const char* name) {
+        expect_same_bits(rows_of(one.*which, from[d], counts[d]), rows_of(other.*which, row, counts[d]), name);
+      };
+      expect_same(&Result::out, "out");
+      expect_same(&Result::lse, "lse");
+      expect_same(&Result::dq, "dq");
+      expect_same(&Result::dk, "dk");
+      expect_same(&Result::dv, "dv");
     }
   }
 }
@@ -507,7 +515,8 @@ TEST(CasesKernel, DE_02_place_in_the_pack) {
 TEST(CasesKernel, DE_01_ten_runs) {
   std::mt19937_64 random(fresh_seed());
   for (const int64_t width : {64, 256}) {
-    const Problem problem(random, {DType::f32, 8, 2, width, width}, causal({300, 212}));
+    // Three key blocks and more: a sum of two is the same either way.
+    const Problem problem(random, {DType::f32, 8, 2, width, width}, causal({900, 212}));
     const Kernel& kernel = select_kernel(problem.shape, machine(), "cpu");
     const Result first = run(kernel, problem);
     for (const int threads : {1, 2, 8, 8, 2}) {
@@ -842,6 +851,65 @@ TEST(CasesKernel, KN_19_row_offsets_beyond_32_bits) {
   }
 }
 
+// The same with memory behind them, of which few pages are ever there.
+TEST(CasesKernel, KN_19_rows_further_apart_than_32_bits) {
+  constexpr int64_t kRows = 5, kWidth = 16, kRowStride = (int64_t{1} << 30) + 64, kHeadStride = 32;
+  constexpr size_t kBytes = (kRows * kRowStride + (int64_t{1} << 16)) * sizeof(float);
+  static_assert((kRows - 1) * kRowStride > int64_t{1} << 32);
+  char* const memory = static_cast<char*>(
+      mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  ASSERT_NE(memory, MAP_FAILED) << "20 GiB of addresses";
+  int64_t used = 0;
+  const auto far = [&](DType type, const Values& values) {
+    const Rows rows{memory + used, kRowStride, kHeadStride, 1};
+    used += 4096;
+    for (int64_t i = 0; i < kRows; ++i) {
+      for (int64_t h = 0; h < values.heads; ++h) {
+        for (int64_t c = 0; c < values.width; ++c) store(type, rows, i, h, c, values.at(i, h, c));
+      }
+    }
+    return rows;
+  };
+  const auto near = [](DType type, const Rows& rows, const Values& like) {
+    Values values(kRows, like.heads, like.width);
+    for (int64_t i = 0; i < kRows; ++i) {
+      for (int64_t h = 0; h < like.heads; ++h) {
+        for (int64_t c = 0; c < like.width; ++c) values.at(i, h, c) = load(type, rows, i, h, c);
+      }
+    }
+    return values;
+  };
+  std::mt19937_64 random(fresh_seed());
+  for (const DType type : {DType::f32, DType::bf16}) {
+    const Problem problem(random, {type, 4, 2, kWidth, kWidth}, causal({kRows}));
+    for (const Kernel& kernel : kernels_here(false, type)) {
+      SCOPED_TRACE(kernel.name);
+      const Result expected = run(kernel, problem, {.whole = true});
+      used = 0;
+      AttentionBlock b;
+      b.q_count = kRows;
+      b.band = &problem.documents[0].band;
+      b.q = far(type, problem.q);
+      b.dout = far(type, problem.dout);
+      b.out = far(type, Values(kRows, 4, kWidth));
+      b.dq = far(type, Values(kRows, 4, kWidth));
+      b.lse = far(DType::f32, Values(kRows, 4, 1));
+      b.delta = far(DType::f32, Values(kRows, 4, 1));
+      const Values keys(kRows, 2, kWidth);
+      b.keys = {{kRows, far(type, problem.k), far(type, problem.v), far(type, keys), far(type, keys)}};
+      const auto serial = make_serial();
+      kernel.forward({problem.shape, problem.scale, {&b, 1}, false, serial.get()});
+      kernel.backward({problem.shape, problem.scale, {&b, 1}, serial.get(), true, true});
+      expect_same_bits(near(type, b.out, expected.out), expected.out, "out");
+      expect_same_bits(near(DType::f32, b.lse, expected.lse), expected.lse, "lse");
+      expect_same_bits(near(type, b.dq, expected.dq), expected.dq, "dq");
+      expect_same_bits(near(type, b.keys[0].dk, expected.dk), expected.dk, "dk");
+      expect_same_bits(near(type, b.keys[0].dv, expected.dv), expected.dv, "dv");
+    }
+  }
+  munmap(memory, kBytes);
+}
+
 TEST(CasesKernel, KE_01_more_queries_than_keys) {
   for (const DType type : {DType::f32, DType::f16}) {
     std::vector<Document> documents;
@@ -878,6 +946,7 @@ TEST(CasesKernel, KE_02_single_queries_and_empty_documents) {
   const Problem problem = mean_problem({DType::f32, 9, 3, 64, 64}, documents);
   for (const Kernel& kernel : kernels_here()) expect_column(run(kernel, problem).out, {1, 5}, 8e-6);
   std::mt19937_64 random(fresh_seed());
+  expect_all_right(Problem(random, {DType::f32, 9, 3, 64, 64}, documents));  // v differs between heads
   expect_all_right(Problem(random, {DType::f32, 3, 1, 16, 16}, causal({3})));
 }
 
@@ -904,7 +973,11 @@ TEST_P(KernelTypes, KE_09_lengths_around_vector_widths) {
     const uint64_t seed = fresh_seed();
     SCOPED_TRACE(testing::Message() << "length " << n << " seed " << seed);
     std::mt19937_64 random(seed);
-    expect_all_right(Problem(random, {GetParam(), 4, 2, 16, 16}, causal({n, n - 1})));
+    std::vector<Document> documents = causal({n, n - 1});
+    // A first row that sees no key, and a document in which none does: as padding.
+    documents.push_back({2 * n - 1, n, 0, 2 * n - 1, 1, {n - 1}, {}});
+    documents.push_back({3 * n - 1, n, 0, 3 * n - 2, n, {n}, {}});
+    expect_all_right(Problem(random, {GetParam(), 4, 2, 16, 16}, documents));
   }
 }
 
