@@ -4,6 +4,7 @@
 // Useful work is 4 Hq D per visible pair forward and 10 backward (2 and 5 products); masked work does not count.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <fstream>
 #include <iostream>
 #include <random>
@@ -26,25 +27,32 @@ struct Options {
 
 constexpr int64_t kBytesPerRow = 4;  // in files of lengths, see bench/lengths/README.md
 
+bool is_integer(const std::string& text, int64_t& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
 std::vector<int64_t> documents(const Options& options) {
   const int64_t rows = options.rows;
   std::vector<int64_t> lengths;
   if (options.packing == "one") return {rows};
   int64_t left = rows;
   const auto take = [&](int64_t n) {
+    check_argument(n > 0, "[bench] a document must have rows, but one of packing {} has {}.", options.packing, n);
     lengths.push_back(std::min(n, left));
     left -= lengths.back();
   };
   if (options.packing == "long") {
     while (left > 0) take(8192);
-  } else if (options.packing.find_first_not_of("0123456789") == std::string::npos) {
-    while (left > 0) take(std::stoll(options.packing));
+  } else if (int64_t n = 0; is_integer(options.packing, n)) {
+    while (left > 0) take(n);
   } else {
     std::ifstream file(options.packing);
     check_argument(file.good(),
                    "[bench] a packing must be long, one, a length or a file of lengths, but {} cannot be read.",
                    options.packing);
     for (int64_t bytes; left > 0 && file >> bytes;) take((bytes + kBytesPerRow - 1) / kBytesPerRow);
+    check_argument(!lengths.empty(), "[bench] {} must begin with a length.", options.packing);
   }
   return lengths;
 }
@@ -135,6 +143,8 @@ Fma peak_of(std::string_view kernel, DType type) {
 }
 
 void measure(const Options& options) {
+  check_argument(options.q_heads % options.kv_heads == 0, "[bench] {} query heads cannot share {} KV heads.",
+                 options.q_heads, options.kv_heads);
   Problem problem(options);
   const Machine machine = detect_machine();
   const Kernel& kernel = select_kernel(problem.shape, machine, options.kernel);
@@ -170,6 +180,7 @@ void measure(const Options& options) {
 
 int main(int argc, char** argv) {
   blockcp::bench::Options options;
+  const CLI::Range positive(int64_t{1}, int64_t{1} << 30), not_negative(int64_t{0}, int64_t{1} << 30);
   CLI::App app{"Speed of the attention kernels as a share of the FMA peak"};
   app.add_option(
       "--packing", options.packing,
@@ -178,13 +189,13 @@ int main(int argc, char** argv) {
   app.add_option("--pass", options.pass, "forward, backward or both")
       ->check(CLI::IsMember({"forward", "backward", "both"}));
   app.add_option("--dtype", options.dtype, "fp32, fp64, bf16 or fp16");
-  app.add_option("--rows", options.rows, "rows in all");
-  app.add_option("--q-heads", options.q_heads);
-  app.add_option("--kv-heads", options.kv_heads);
-  app.add_option("--width", options.width, "head_dim and value_dim");
-  app.add_option("--window", options.window, "keys that a row sees, itself included; 0 is all");
-  app.add_option("--threads", options.threads, "0 is one per processor");
-  app.add_option("--repeats", options.repeats, "runs of which the median counts");
+  app.add_option("--rows", options.rows, "rows in all")->check(positive);
+  app.add_option("--q-heads", options.q_heads)->check(positive);
+  app.add_option("--kv-heads", options.kv_heads)->check(positive);
+  app.add_option("--width", options.width, "head_dim and value_dim")->check(positive);
+  app.add_option("--window", options.window, "keys that a row sees, itself included; 0 is all")->check(not_negative);
+  app.add_option("--threads", options.threads, "0 is one per processor")->check(not_negative);
+  app.add_option("--repeats", options.repeats, "runs of which the median counts")->check(positive);
   app.add_flag("--processor-time", options.processor_time, "time of the processors, not of the wall");
   CLI11_PARSE(app, argc, argv);
   try {
