@@ -28,7 +28,8 @@ constexpr int kChains = 12;
 constexpr int64_t kSteps = 2'000'000;
 constexpr int kUnroll = 16;
 
-double volatile sink;  // keeps results from being dropped
+// Keeps a result from being dropped.
+void use(double result) { [[maybe_unused]] const volatile double kept = result; }
 
 // Each runs kSteps times kChains instructions and returns the operations of one instruction.
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -52,7 +53,7 @@ double volatile sink;  // keeps results from being dropped
     }                                                                                            \
     double total = 0;                                                                            \
     for (auto& sum : sums) total += sum[0];                                                      \
-    sink = total;                                                                                \
+    use(total);                                                                                  \
     return operations;                                                                           \
   }
 
@@ -81,7 +82,7 @@ double scalar() {
   }
   double total = 0;
   for (double sum : sums) total += sum;
-  sink = total;
+  use(total);
   return 2;
 }
 

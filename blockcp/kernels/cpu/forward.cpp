@@ -30,23 +30,39 @@ struct Tile {
   int32_t unit, index;
 };
 
-// Neighbouring units, that one worker takes in their order as long as no other helps.
+// Neighbouring units, which one worker takes from the first on, and others, when they have no more, from the last on.
 class alignas(kAlignment) Queue {
  public:
-  void fill(int32_t begin, int32_t end) {
-    next_ = begin;
-    end_ = end;
+  void fill(int32_t begin, int32_t end) { left_ = Run{begin, end}; }
+  int32_t size() const {
+    const Run left = left_.load(std::memory_order_relaxed);
+    return left.end - left.begin;
   }
-  int32_t size() const { return end_ - std::min(next_.load(std::memory_order_relaxed), end_); }
 
-  std::optional<int32_t> take() {
-    const int32_t unit = size() > 0 ? next_.fetch_add(1, std::memory_order_relaxed) : end_;
-    return unit < end_ ? std::optional(unit) : std::nullopt;
+  std::optional<int32_t> take_first() {
+    return take([](Run& left) { return left.begin++; });
+  }
+  std::optional<int32_t> take_last() {
+    return take([](Run& left) { return --left.end; });
   }
 
  private:
-  std::atomic<int32_t> next_{0};
-  int32_t end_ = 0;
+  struct Run {
+    int32_t begin, end;
+  };
+
+  template <class Cut>
+  std::optional<int32_t> take(Cut cut) {
+    Run left = left_.load(std::memory_order_relaxed);
+    while (left.begin < left.end) {
+      Run rest = left;
+      const int32_t unit = cut(rest);
+      if (left_.compare_exchange_weak(left, rest, std::memory_order_relaxed)) return unit;
+    }
+    return {};
+  }
+
+  std::atomic<Run> left_{Run{0, 0}};
 };
 
 // The unit that one worker has at present: its tiles, of which any worker takes the last that is left, and its packed
@@ -261,21 +277,26 @@ class Forward {
         run_tile(*tile, now && next ? &units_[static_cast<size_t>(*next)] : nullptr, own, scratch);
       }
       choose();
-      wait_until([&] { return own.finished() || (help(scratch), own.finished()); });
+      wait_until([&] {
+        if (!own.finished()) help(scratch);
+        return own.finished();
+      });
     }
   }
 
   // From the worker's own queue, or else from the longest.
   std::optional<int32_t> take_unit(size_t own) {
-    if (const auto unit = queues_[own].take()) return unit;
+    if (const auto unit = queues_[own].take_first()) return unit;
     for (;;) {
       Queue& longest = *std::max_element(queues_.begin(), queues_.end(),
                                          [](const Queue& a, const Queue& b) { return a.size() < b.size(); });
       if (longest.size() == 0) return {};
-      if (const auto unit = longest.take()) return unit;
+      if (const auto unit = longest.take_last()) return unit;
     }
   }
 
+  // A unit that was chosen but is not open yet is with a worker that has a tile to finish first, and no worker waits
+  // with a tile in hand for more than the packing of its keys. So this ends.
   void help_until_all_is_taken(Scratch<E>& scratch) {
     wait_until([&] {
       const bool all_open = unopened_.load(std::memory_order_acquire) == 0;
