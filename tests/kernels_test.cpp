@@ -1048,14 +1048,15 @@ TEST(CasesKernel, PL_09_seventy_thousand_documents) {
   expect_same_bits(result.out, problem.v, "out");
 }
 
-// Two such documents' packed keys are as much as a call may hold: two threads have documents, and the others help.
+// Two such documents' packed keys are as much as a call may hold: two threads have documents, and the others wait for
+// tiles to help with.
 // Copies of keys change nothing but lse.
 TEST(Kernels, documents_too_long_for_each_thread_to_have_one) {
   const uint64_t seed = fresh_seed();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
-  const int64_t documents = 4, rows = 200, keys = 1000, copies = 180;
-  const AttentionShape shape{DType::f32, 1, 1, 64, 64};
+  const int64_t documents = 3, rows = 7, keys = 1000, copies = 23, width = 512;
+  const AttentionShape shape{DType::f32, 1, 1, width, width};
   Band band;
   band.left = band.right = Band::kUnbounded;
   std::vector<Document> documents_of_one_copy;
@@ -1066,7 +1067,7 @@ TEST(Kernels, documents_too_long_for_each_thread_to_have_one) {
   const Array q = array_of(shape.dtype, problem.q), k = array_of(shape.dtype, problem.k);
   const Array v = array_of(shape.dtype, problem.v);
   const auto out_and_lse = [&](int threads) {
-    const Array out(shape.dtype, documents * rows, 1, 64), lse(shape.dtype, documents * rows, 1, 1);
+    const Array out(shape.dtype, documents * rows, 1, width), lse(shape.dtype, documents * rows, 1, 1);
     std::vector<AttentionBlock> blocks(documents);
     for (int64_t d = 0; d < documents; ++d) {
       AttentionBlock& block = blocks[static_cast<size_t>(d)];
@@ -1079,7 +1080,7 @@ TEST(Kernels, documents_too_long_for_each_thread_to_have_one) {
     }
     const auto parallel = make_pool(threads);
     select_kernel(shape, machine(), "cpu").forward({shape, problem.scale, blocks, false, parallel.get()});
-    return std::pair{values_of(out, documents * rows, 1, 64), values_of(lse, documents * rows, 1, 1)};
+    return std::pair{values_of(out, documents * rows, 1, width), values_of(lse, documents * rows, 1, 1)};
   };
   const auto [out, lse] = out_and_lse(4);
   EXPECT_LT(difference(out, expected.out), 1e-5);
