@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "blockcp/base/error.h"
+#include "blockcp/base/memory.h"
 #include "blockcp/base/peak.h"
 #include "blockcp/kernels/element.h"
 #include "blockcp/kernels/select.h"
@@ -51,7 +52,7 @@ std::vector<int64_t> documents(const Options& options) {
     check_argument(file.good(),
                    "[bench] a packing must be long, one, a length or a file of lengths, but {} cannot be read.",
                    options.packing);
-    for (int64_t bytes; left > 0 && file >> bytes;) take((bytes + kBytesPerRow - 1) / kBytesPerRow);
+    for (int64_t bytes; left > 0 && file >> bytes;) take(divide_up(bytes, kBytesPerRow));
     check_argument(!lengths.empty(), "[bench] {} must begin with a length.", options.packing);
   }
   return lengths;

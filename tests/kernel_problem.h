@@ -26,7 +26,7 @@ struct Placement {
 // A tensor [rows, heads, width] of its own memory; NaN wherever nothing was written.
 class Array {
  public:
-  Array(DType type, int64_t rows, int64_t heads, int64_t width, Placement place = {}) : type_(type), width_(width) {
+  Array(DType type, int64_t rows, int64_t heads, int64_t width, Placement place = {}) : type_(type) {
     const int64_t line = width * place.col + place.gap;
     view_ =
         place.heads_first ? Rows{nullptr, line, rows * line, place.col} : Rows{nullptr, heads * line, line, place.col};
@@ -35,17 +35,15 @@ class Array {
     for (int64_t i = 0; i < elements; ++i) store(type, bytes_.data(), i, std::numeric_limits<double>::quiet_NaN());
     view_.data = bytes_.data() + place.shift * size_of(type);
   }
+  DType type() const { return type_; }
   Rows rows(int64_t first = 0) const {
     Rows rows = view_;
     rows.data = static_cast<char*>(rows.data) + first * rows.row * size_of(type_);
     return rows;
   }
-  double get(int64_t row, int64_t head, int64_t col = 0) const { return load(type_, view_, row, head, col); }
-  void set(int64_t row, int64_t head, int64_t col, double x) { store(type_, view_, row, head, col, x); }
 
  private:
   DType type_;
-  int64_t width_;
   Rows view_;
   std::vector<char> bytes_;
 };
@@ -64,24 +62,32 @@ struct Values {
   double at(int64_t row, int64_t head, int64_t col = 0) const { return const_cast<Values*>(this)->at(row, head, col); }
 };
 
-inline Array array_of(DType type, const Values& values, Placement place = {}) {
-  Array array(type, values.rows, values.heads, values.width, place);
+inline void store_values(DType type, const Rows& rows, const Values& values) {
   for (int64_t i = 0; i < values.rows; ++i) {
     for (int64_t h = 0; h < values.heads; ++h) {
-      for (int64_t c = 0; c < values.width; ++c) array.set(i, h, c, values.at(i, h, c));
+      for (int64_t c = 0; c < values.width; ++c) store(type, rows, i, h, c, values.at(i, h, c));
     }
   }
+}
+
+inline Values load_values(DType type, const Rows& from, int64_t rows, int64_t heads, int64_t width) {
+  Values values(rows, heads, width);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t c = 0; c < width; ++c) values.at(i, h, c) = load(type, from, i, h, c);
+    }
+  }
+  return values;
+}
+
+inline Array array_of(DType type, const Values& values, Placement place = {}) {
+  Array array(type, values.rows, values.heads, values.width, place);
+  store_values(type, array.rows(), values);
   return array;
 }
 
 inline Values values_of(const Array& array, int64_t rows, int64_t heads, int64_t width) {
-  Values values(rows, heads, width);
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t h = 0; h < heads; ++h) {
-      for (int64_t c = 0; c < width; ++c) values.at(i, h, c) = array.get(i, h, c);
-    }
-  }
-  return values;
+  return load_values(array.type(), array.rows(), rows, heads, width);
 }
 
 // Numbers that the storage type can hold.

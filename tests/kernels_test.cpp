@@ -863,21 +863,11 @@ TEST(CasesKernel, KN_19_rows_further_apart_than_32_bits) {
   const auto far = [&](DType type, const Values& values) {
     const Rows rows{memory + used, kRowStride, kHeadStride, 1};
     used += 4096;
-    for (int64_t i = 0; i < kRows; ++i) {
-      for (int64_t h = 0; h < values.heads; ++h) {
-        for (int64_t c = 0; c < values.width; ++c) store(type, rows, i, h, c, values.at(i, h, c));
-      }
-    }
+    store_values(type, rows, values);
     return rows;
   };
   const auto near = [](DType type, const Rows& rows, const Values& like) {
-    Values values(kRows, like.heads, like.width);
-    for (int64_t i = 0; i < kRows; ++i) {
-      for (int64_t h = 0; h < like.heads; ++h) {
-        for (int64_t c = 0; c < like.width; ++c) values.at(i, h, c) = load(type, rows, i, h, c);
-      }
-    }
-    return values;
+    return load_values(type, rows, kRows, like.heads, like.width);
   };
   std::mt19937_64 random(fresh_seed());
   for (const DType type : {DType::f32, DType::bf16}) {
@@ -1049,8 +1039,7 @@ TEST(CasesKernel, PL_09_seventy_thousand_documents) {
 }
 
 // Two such documents' packed keys are as much as a call may hold: two threads have documents, and the others wait for
-// tiles to help with.
-// Copies of keys change nothing but lse.
+// tiles to help with. Copies of keys change nothing but lse.
 TEST(Kernels, documents_too_long_for_each_thread_to_have_one) {
   const uint64_t seed = fresh_seed();
   SCOPED_TRACE(testing::Message() << "seed " << seed);

@@ -12,7 +12,9 @@ namespace blockcp {
 
 inline constexpr int64_t kAlignment = 64;
 
-inline int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+constexpr int64_t round_up(int64_t n, int64_t unit) { return divide_up(n, unit) * unit; }
+inline int64_t aligned(int64_t bytes) { return round_up(bytes, kAlignment); }
 
 // Begins at a multiple of kAlignment, or of a huge page where it is large. That is cut out here, not asked for: aligned
 // memory malloc often does not find again where it was freed, and maps and clears fresh memory in each call.

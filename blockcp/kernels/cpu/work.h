@@ -15,9 +15,6 @@
 
 namespace blockcp::cpu {
 
-constexpr int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
-constexpr int64_t round_up(int64_t n, int64_t unit) { return divide_up(n, unit) * unit; }
-
 // All scratch memory of a call in one piece, which lies on huge pages where it is large: products that miss
 // translations of addresses lose up to a hundredth. Buffers are cut from it before it is there.
 class Arena {
@@ -48,7 +45,7 @@ class Buffer {
 // Elements that hold `width` terms, in whole vectors.
 template <class E>
 int64_t elements_in(int64_t width, const Isa<E>& isa) {
-  return round_up((width + kTerms<E> - 1) / kTerms<E>, isa.lanes);
+  return round_up(divide_up(width, kTerms<E>), isa.lanes);
 }
 
 // Packed rows in an arena. An odd number of cache lines from row to row keeps long strides from meeting in
@@ -63,7 +60,7 @@ class PackedBuffer {
 
   static int64_t leading(int64_t width) {
     constexpr int64_t kLine = kAlignment / sizeof(T);
-    const int64_t lines = (width + kLine - 1) / kLine;
+    const int64_t lines = divide_up(width, kLine);
     return (lines > 4 ? lines | 1 : lines) * kLine;
   }
 
