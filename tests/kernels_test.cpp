@@ -514,9 +514,10 @@ TEST(CasesKernel, DE_02_place_in_the_pack) {
 
 TEST(CasesKernel, DE_01_ten_runs) {
   std::mt19937_64 random(fresh_seed());
-  for (const int64_t width : {64, 256}) {
+  for (const AttentionShape& shape :
+       {AttentionShape{DType::f32, 8, 2, 64, 64}, AttentionShape{DType::f32, 2, 1, 512, 512}}) {
     // Three key blocks and more: a sum of two is the same either way.
-    const Problem problem(random, {DType::f32, 8, 2, width, width}, causal({900, 212}));
+    const Problem problem(random, shape, causal({900, 212}));
     const Kernel& kernel = select_kernel(problem.shape, machine(), "cpu");
     const Result first = run(kernel, problem);
     for (const int threads : {1, 2, 8, 8, 2}) {
@@ -984,6 +985,17 @@ TEST(CasesKernel, KE_10_widths) {
       expect_same_bits(one.dk, two.dk, "dk");
     }
   }
+}
+
+// The widest have key blocks and tiles of their own size, in forward other than in backward.
+TEST(CasesKernel, KE_10_widest_over_several_key_blocks) {
+  const uint64_t seed = fresh_seed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  const int64_t n = 300;
+  std::vector<Document> documents = causal({n});
+  documents.push_back({.q_row = n, .q_count = 40, .q_pos = 230, .k_row = n, .k_pos = 90, .pieces = {100, 3, 77}});
+  expect_all_right(Problem(random, {DType::f32, 2, 1, 512, 512}, documents));
 }
 
 TEST(CasesKernel, KE_11_value_width_of_its_own) {

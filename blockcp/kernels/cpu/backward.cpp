@@ -200,7 +200,7 @@ class Backward {
       : args_(args),
         isa_(isa),
         factors_(Factors<E>::of(args.scale)),
-        sizes_(sizes_of(args.shape, isa)),
+        sizes_(sizes_of(args.shape, isa, Pass::backward)),
         shared_(args.all_queries ? std::span<const AttentionBlock>() : args.blocks, args.blocks.size(), sizeof(T)),
         finished_(args.blocks.size() * static_cast<size_t>(args.shape.kv_heads)) {
     plan_items();

@@ -6,9 +6,12 @@
 
 namespace blockcp::cpu {
 
-// Keys per block of the grid. Part of the same-bits rule, so it depends on widths, type and instruction set alone.
+enum class Pass { forward, backward };
+
+// Part of the same-bits rule, as bits depend on the key grid: so these depend on pass, widths, type and instruction set
+// alone.
 template <class E>
-Sizes sizes_of(const AttentionShape& shape, const Isa<E>& isa);
+Sizes sizes_of(const AttentionShape& shape, const Isa<E>& isa, Pass pass);
 
 template <class E>
 void run_forward(const ForwardArgs& args, const Isa<E>& isa);

@@ -190,7 +190,7 @@ template <class E>
 class Forward {
  public:
   Forward(const ForwardArgs& args, const Isa<E>& isa)
-      : args_(args), isa_(isa), factors_(Factors<E>::of(args.scale)), sizes_(sizes_of(args.shape, isa)) {
+      : args_(args), isa_(isa), factors_(Factors<E>::of(args.scale)), sizes_(sizes_of(args.shape, isa, Pass::forward)) {
     plan_units();
     const auto threads = static_cast<size_t>(args.parallel->threads());
     for (size_t i = 0; i < threads; ++i) scratch_.push_back(std::make_unique<Scratch<E>>(sizes_, isa.lanes, arena_));
@@ -451,26 +451,35 @@ class Forward {
   std::vector<std::unique_ptr<Slot<E>>> slots_;
 };
 
+struct Blocking {
+  int64_t key_block, tile_rows;
+};
+
+// Key blocks that fit the second-level cache together with what is kept of a tile, its queries, weights and sums;
+// taller tiles read the keys less often. Measured with AVX-512, whose processors have caches of 1 MiB and more:
+// backward of narrow rows gains 1 to 2 % from blocks of 384 keys, forward nothing. Of the widest rows forward loses 2
+// to 6 % with backward's blocks, and backward, which keeps sums for the keys as well, 4 % with forward's.
+constexpr Blocking blocking(int64_t bytes_of_key, bool wide_vectors, Pass pass) {
+  if (bytes_of_key <= 1024) return {wide_vectors ? 384 : 256, 192};
+  if (bytes_of_key <= 2048) return {256, 96};
+  return pass == Pass::forward ? Blocking{128, 96} : Blocking{256, 48};
+}
+
 }  // namespace
 
-// Blocks that fit the second-level cache together with a tile's weights, queries and sums. Measured: forward is flat in
-// the key block from 256 on, backward gains 1 to 2 % from 384, with AVX-512, whose processors have caches of 1 MiB and
-// more; taller tiles read the keys less often.
 template <class E>
-Sizes sizes_of(const AttentionShape& shape, const Isa<E>& isa) {
+Sizes sizes_of(const AttentionShape& shape, const Isa<E>& isa, Pass pass) {
   const int64_t key_width = round_up(shape.head_dim, isa.lanes), value_width = round_up(shape.value_dim, isa.lanes);
-  const int64_t bytes = (key_width + value_width) * static_cast<int64_t>(sizeof(E));
-  const bool wide_vectors = isa.lanes * sizeof(E) == 64;
+  const auto size = static_cast<int64_t>(sizeof(E));
+  const auto [key_block, tile_rows] = blocking((key_width + value_width) * size, isa.lanes * size == 64, pass);
   return {.head_dim = shape.head_dim,
           .value_dim = shape.value_dim,
           .key_width = key_width,
           .value_width = value_width,
           .key_depth = elements_in(shape.head_dim, isa),
           .value_depth = elements_in(shape.value_dim, isa),
-          .key_block = wide_vectors && bytes <= 1024 ? 384 : 256,
-          .tile_rows = bytes <= 1024   ? 192
-                       : bytes <= 2048 ? 96
-                                       : 48};
+          .key_block = key_block,
+          .tile_rows = tile_rows};
 }
 
 template <class E>
@@ -478,9 +487,9 @@ void run_forward(const ForwardArgs& args, const Isa<E>& isa) {
   Forward<E>(args, isa).run();
 }
 
-template Sizes sizes_of(const AttentionShape&, const Isa<float>&);
-template Sizes sizes_of(const AttentionShape&, const Isa<double>&);
-template Sizes sizes_of(const AttentionShape&, const Isa<Pair>&);
+template Sizes sizes_of(const AttentionShape&, const Isa<float>&, Pass);
+template Sizes sizes_of(const AttentionShape&, const Isa<double>&, Pass);
+template Sizes sizes_of(const AttentionShape&, const Isa<Pair>&, Pass);
 template void run_forward(const ForwardArgs&, const Isa<float>&);
 template void run_forward(const ForwardArgs&, const Isa<double>&);
 template void run_forward(const ForwardArgs&, const Isa<Pair>&);
