@@ -514,8 +514,9 @@ TEST(CasesKernel, DE_02_place_in_the_pack) {
 
 TEST(CasesKernel, DE_01_ten_runs) {
   std::mt19937_64 random(fresh_seed());
-  for (const AttentionShape& shape :
-       {AttentionShape{DType::f32, 8, 2, 64, 64}, AttentionShape{DType::f32, 2, 1, 512, 512}}) {
+  const AttentionShape shapes[] = {
+      {DType::f32, 8, 2, 64, 64}, {DType::f32, 4, 2, 256, 256}, {DType::f32, 2, 1, 512, 512}};
+  for (const AttentionShape& shape : shapes) {
     // Three key blocks and more: a sum of two is the same either way.
     const Problem problem(random, shape, causal({900, 212}));
     const Kernel& kernel = select_kernel(problem.shape, machine(), "cpu");

@@ -458,10 +458,11 @@ struct Blocking {
 // Key blocks that fit the second-level cache together with what is kept of a tile, its queries, weights and sums;
 // taller tiles read the keys less often. Measured with AVX-512, whose processors have caches of 1 MiB and more:
 // backward of narrow rows gains 1 to 2 % from blocks of 384 keys, forward nothing. Of the widest rows forward loses 2
-// to 6 % with backward's blocks, and backward, which keeps sums for the keys as well, 4 % with forward's.
-constexpr Blocking blocking(int64_t bytes_of_key, bool wide_vectors, Pass pass) {
-  if (bytes_of_key <= 1024) return {wide_vectors ? 384 : 256, 192};
-  if (bytes_of_key <= 2048) return {256, 96};
+// to 6 % with backward's blocks (fp64 1 to 2 %), and backward, which keeps sums for the keys as well, 4 % with
+// forward's. Bytes are those of the sums of a key and its value, which bf16 has in fp32.
+constexpr Blocking blocking(int64_t bytes_of_sums, bool wide_vectors, Pass pass) {
+  if (bytes_of_sums <= 1024) return {wide_vectors ? 384 : 256, 192};
+  if (bytes_of_sums <= 2048) return {256, 96};
   return pass == Pass::forward ? Blocking{128, 96} : Blocking{256, 48};
 }
 
